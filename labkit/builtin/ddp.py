@@ -10,9 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit.backend.group import sent as sent_on_our_backend
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Traits
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState
+from labkit.strategies.traits import Traits
 
 # PyTorch's bucket size where a script gives no ``bucket_cap_mb``.
 DEFAULT_BUCKET_MB = 25
@@ -77,7 +78,7 @@ class TorchDDP(OnShares):
     sync_batch_norm: bool = False
     backend: str = "auto"
     bucket_mb: float = DEFAULT_BUCKET_MB
-    saved_state = BucketOrder
+    saved_state_class = BucketOrder
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
@@ -94,7 +95,7 @@ class TorchDDP(OnShares):
         # In fp16 a loss P times as large would overflow sooner than on one device.
         self.factor = 1 if self.precision.scaler.enabled else comm.world_size
 
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         if self.precision.scaler.enabled:
             for parameter in self.trained:
                 if parameter.grad is not None:

@@ -11,10 +11,11 @@ from labkit.builtin import check_dtensor, check_no_scalars
 from labkit.builtin.sharded import shard_units
 from labkit.builtin.tensor_parallel import TorchTensorParallel
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.strategies.base import MakeOptimizer, Traits
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.mesh import check_sides, describe_groups
 from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import Cut
+from labkit.strategies.traits import Parts, Traits
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Block
 
@@ -34,7 +35,7 @@ class TorchMesh(TorchTensorParallel):
         takes_whole_batch=True,
         through_comm=False,
         predicts_together=True,
-        optimizes="rows",
+        optimizes=Parts.ROWS,
         no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
     )
     runs_empty = True

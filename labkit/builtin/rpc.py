@@ -30,8 +30,9 @@ from torch.futures import Future
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.base import MakeOptimizer, Strategy, Traits
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.parameter_server import ParameterServer
+from labkit.strategies.traits import Traits
 
 # Waiting for a straggler is not an error, and the run has its own deadline.
 _PATIENCE_S = 24 * 3600.0
@@ -110,7 +111,11 @@ class RpcParameterServer(ByRpc, ParameterServer):
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             pushes = sorted((_pushes.get() for _ in self.peers), key=lambda push: push[0])
             for turn, (_, _, gradient) in enumerate(pushes):
-                self.slice_gradient.mul_(turn > 0).add_(gradient.to(self.comm.device))
+                gradient = gradient.to(self.comm.device)
+                if turn == 0:
+                    self.slice_gradient.copy_(gradient)
+                else:
+                    self.slice_gradient.add_(gradient)
         self.update()
         # The values change only after every worker has pushed again, so no copy is needed.
         for _, answer, _ in pushes:

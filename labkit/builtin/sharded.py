@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from labkit.builtin import check_dtensor, check_no_scalars
 from labkit.builtin.ddp import TorchDDP
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Traits
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.saved_state import State
+from labkit.strategies.traits import Parts, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss
@@ -35,14 +36,14 @@ class TorchSharded(TorchDDP):
     stage: int = 3
     traits = Traits(
         predicts_together=True,
-        optimizes="rows",
+        optimizes=Parts.ROWS,
         no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
     )
 
     def __post_init__(self) -> None:
         check_integer("stage", self.stage, least=1, most=3)
         if self.stage == 1:
-            self.traits = replace(self.traits, optimizes="layers")
+            self.traits = replace(self.traits, optimizes=Parts.LAYERS)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         layers_of(model)
@@ -86,8 +87,8 @@ class TorchSharded(TorchDDP):
 
         return lambda parameters: zero(parameters, make, self.group)
 
-    def sum_gradients(self) -> None:
-        super().sum_gradients()
+    def finish_backward(self) -> None:
+        super().finish_backward()
         if self.stage == 1:
             return
         for shard, parameter in zip(self.trained, self.divided):

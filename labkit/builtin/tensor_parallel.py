@@ -105,7 +105,7 @@ class TorchTensorParallel(TensorParallel):
         with loss_parallel():
             return super().add_gradients(inputs, targets, batch_size)
 
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         for p, shard in self.local.items():
             shard.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else None
 

@@ -6,6 +6,7 @@ V = 1, which all schedules but ``interleaved`` have, the stages are the ranks.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from labkit.schedules.ring import chunk_bounds
@@ -71,7 +72,7 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Actio
         stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
 
     Each stage holds the activations of all M micro-batches when backward begins. The order is the
-    same on every stage; a dot means that the stage waits (``labkit.costs.pipeline_timeline``).
+    same on every stage; a dot means that the stage waits (``labkit.schedules.timetable``).
 
     Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
     parallelism" (2019), figure 2c; backward in the order of PyTorch's ``ScheduleGPipe``.
@@ -156,27 +157,42 @@ def interleaved(
         yield Action("backward", micro_batch, stages_per_rank - 1 - chunk)
 
 
-class Pipelining(NamedTuple):
+@dataclass(frozen=True)
+class Pipelining:
     """A pipeline's schedule, as everything that runs or draws it needs to know it.
 
     Attributes:
         actions: (rank, P, M) -> the rank's actions; if it interleaves, (rank, P, M, V).
         interleaves: whether a rank has several stages.
-        cuts_backward: whether a backward is two actions.
         hops_beside: whether messages move beside a rank's work, not between its actions.
+
+    Raises:
+        ValueError: it interleaves, and its messages are not beside the work.
     """
 
     actions: Callable[..., Iterator[Action]]
     interleaves: bool = False
-    cuts_backward: bool = False
     hops_beside: bool = False
 
+    def __post_init__(self) -> None:
+        if self.interleaves and not self.hops_beside:
+            raise ValueError(
+                "a schedule that interleaves needs hops_beside: between its actions, messages of "
+                "several stages on a rank would not find each other"
+            )
 
-# A schedule of one's own is entered here, and nowhere else.
+    @property
+    def cuts_backward(self) -> bool:
+        """Whether a backward is two actions: the gradients of inputs, and those of weights."""
+        sizes = (0, 2, 2, 2) if self.interleaves else (0, 2, 2)
+        return any(action.kind == "backward_input" for action in self.actions(*sizes))
+
+
+# A schedule of one's own is entered here: runs, figures and ``--schedule`` read this table.
 PIPELINES = {
     "gpipe": Pipelining(gpipe),
     "1f1b": Pipelining(one_f_one_b),
-    "zero_bubble": Pipelining(zero_bubble, cuts_backward=True, hops_beside=True),
+    "zero_bubble": Pipelining(zero_bubble, hops_beside=True),
     "interleaved": Pipelining(interleaved, interleaves=True, hops_beside=True),
 }
 

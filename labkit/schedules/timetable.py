@@ -47,7 +47,7 @@ def predicted_slots(
     the weights needs that of the input. A transfer takes time and occupies no rank.
 
     Args:
-        streams: by rank, its actions in order (``schedules.pipeline_streams``); frozen first
+        streams: by rank, its actions in order (``pipeline.pipeline_streams``); frozen first
             stages have no backwards. ValueError for one that can never finish.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.

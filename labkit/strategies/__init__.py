@@ -1,4 +1,8 @@
-"""The techniques, one per file or folder; only the mesh imports others, none the training loop."""
+"""The techniques; only the mesh imports others, and none of them the training loop.
+
+A file has the name of its technique, but for a model that is cut into stages, with or without a
+pipeline (``model_parallel``, on ``stage`` and ``hops``), and for one device (``on_shares``).
+"""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -28,9 +28,10 @@ from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
 from labkit.schedules.servers import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, MakeOptimizer, Traits, lay_end_to_end
+from labkit.strategies.base import Batch, MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.precision import LossScaler
+from labkit.strategies.traits import Traits
 from labkit.workload.losses import CountedLoss
 
 # Seconds since the start, and the mean loss of the epoch's samples.

@@ -16,7 +16,6 @@ Sources: Pascanu et al., "On the difficulty of training recurrent neural network
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,39 +27,13 @@ from labkit.collectives import naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.strategies.precision import Precision
 from labkit.strategies.saved_state import SavedState, State
+from labkit.strategies.traits import Traits
 from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
 from labkit.workload.samples import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
 Batch = tuple[Tensor, Tensor, int]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Traits:
-    """What a training run has to know of a technique before it starts it.
-
-    Attributes:
-        in_one_process: whether world size N means N ``devices`` in one process, not N ranks.
-        survives_lost_workers: whether the run continues when a rank other than 0 dies.
-        takes_whole_batch: whether each rank needs all of a batch, not a share.
-        through_comm: whether all traffic passes through ``comm``, which counts it.
-        no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
-        predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
-        balances_experts: whether it computes the balance loss of experts over a whole batch.
-        optimizes: the tensors of an optimizer on one rank: all parameters of the ``model``, those
-            of some of its ``layers``, ``rows`` of parameters, ``rows of layers``, or ``elements``:
-            a flat tensor of a part of all parameters.
-    """
-
-    in_one_process: bool = False
-    survives_lost_workers: bool = False
-    takes_whole_batch: bool = False
-    through_comm: bool = True
-    no_checkpoint: str = ""
-    predicts_together: bool = False
-    balances_experts: bool = False
-    optimizes: str = "model"
 
 
 class Strategy:
@@ -73,7 +46,7 @@ class Strategy:
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
         traits: what a run has to know before it starts; options may decide some of them.
-        saved_state: the class of what goes to a checkpoint.
+        saved_state_class: the class of what goes to a checkpoint.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: the kind of number that divides the sum of the losses, see ``ShareLoss``.
@@ -87,7 +60,7 @@ class Strategy:
     """
 
     traits = Traits()
-    saved_state: type[SavedState] = SavedState
+    saved_state_class: type[SavedState] = SavedState
     servers = 0
     straggler: tuple[int, float] | None = None
     sync_batch_norm = False

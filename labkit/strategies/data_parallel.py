@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy, Traits, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
+from labkit.strategies.traits import Traits
 
 
 @dataclass(eq=False)

@@ -391,7 +391,7 @@ class DDP(OnShares):
                 self.average_replicas()
         return loss
 
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         if self.ended_empty and not self.runs_empty and self.average_every is None:
             self.replica.end_backward()
 

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 
 from labkit.collectives import all_to_all, fast_ring_all_reduce
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import Traits, views_of
+from labkit.strategies.base import views_of
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import Conjugate, Cut, TensorGroup, gather_shards
+from labkit.strategies.traits import Parts, Traits
 from labkit.workload.experts import Experts, Routing
 from labkit.workload.losses import Loss
 
@@ -105,7 +106,7 @@ class ExpertParallel(OnCuts):
     """
 
     capacity: float | None = None
-    traits = Traits(predicts_together=True, balances_experts=True, optimizes="rows")
+    traits = Traits(predicts_together=True, balances_experts=True, optimizes=Parts.ROWS)
     # A rank without samples computes those of the others.
     runs_empty = True
 
@@ -136,7 +137,7 @@ class ExpertParallel(OnCuts):
             layer.capacity = self.capacity
 
     @torch.no_grad()
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         shared = [p for p in self.trained if p not in self.group.cuts]
         if not shared:
             return

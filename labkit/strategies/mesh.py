@@ -34,7 +34,7 @@ from labkit.strategies.model_parallel import Pipeline
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
-from labkit.workload.layers import layers_of
+from labkit.strategies.traits import Parts
 from labkit.workload.losses import Loss
 
 
@@ -103,7 +103,7 @@ class Mesh(Pipeline):
     tp: int = 1
     bucket_mb: float = 25
     micro_batches: int | None = None  # type: ignore[assignment]
-    saved_state = MeshState
+    saved_state_class = MeshState
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,9 +113,12 @@ class Mesh(Pipeline):
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"
             )
-        sides = {"rows": self.tp, "layers": self.pp}
-        divided = [kind for kind, ranks in sides.items() if ranks > 1]
-        self.traits = replace(self.traits, optimizes=" of ".join(divided) or "model")
+        optimizes = Parts.ALL
+        if self.tp > 1:
+            optimizes |= Parts.ROWS
+        if self.pp > 1:
+            optimizes |= Parts.LAYERS
+        self.traits = replace(self.traits, optimizes=optimizes)
 
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
@@ -132,8 +135,7 @@ class Mesh(Pipeline):
         self.group = TensorGroup(self.tensor)
         if self.tp > 1:
             self.group.cut(model)
-            self.classes = self.group.cuts[layers_of(model)[-1].get_parameter("weight")].sizes
-            self.loss = CutLoss(self.tensor, sum(self.classes), self.loss)
+            self.loss = CutLoss(self.tensor, sum(self.group.classes), self.loss)
         return _group(comm, ranks[d, :, t].tolist())
 
     def unshard(self, tensor: Tensor) -> Tensor:
@@ -177,7 +179,7 @@ class Mesh(Pipeline):
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)
         if outputs is not None and self.tp > 1:
-            outputs = torch.cat(gather_shards(self.tensor, outputs, 1, self.classes), dim=1)
+            outputs = torch.cat(gather_shards(self.tensor, outputs, 1, self.group.classes), dim=1)
         return outputs if self.tensor.rank == 0 else None
 
     def start_note(self) -> str:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Traits
+from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import TensorGroup
+from labkit.strategies.traits import Parts, Traits
 
 
 class CutState(SavedState):
@@ -34,8 +35,8 @@ class OnCuts(OnShares):
         shards: by name this rank's shards of parameters; a tied one has two names.
     """
 
-    saved_state = CutState
-    traits = Traits(optimizes="rows")
+    saved_state_class = CutState
+    traits = Traits(optimizes=Parts.ROWS)
 
     def make_group(self, comm: Comm) -> TensorGroup:
         """Return the group that cuts the model over the ranks of ``comm``."""

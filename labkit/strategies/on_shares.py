@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from labkit.collectives import broadcast
 from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, Strategy, Traits, trained_parameters
+from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.sync_batch_norm import convert
+from labkit.strategies.traits import Traits
 from labkit.workload.experts import Experts
 from labkit.workload.samples import share
 
@@ -85,13 +86,13 @@ class OnShares(Strategy):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.add_gradients(inputs, targets, batch_size)
-        self.sum_gradients()
+        self.finish_backward()
         self.weigh(batch_size)
         self.update()
         return loss
 
-    def sum_gradients(self) -> None:
-        """Replace the gradients by their sums over ranks, unless backward has done that."""
+    def finish_backward(self) -> None:
+        """Do what is left of the sums over ranks: all of it, or what backward has not done."""
 
     def part_of(self, batch: Tensor) -> Tensor:
         return torch.cat(self.micro_batches(batch))

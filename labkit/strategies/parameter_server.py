@@ -26,6 +26,7 @@ from labkit.schedules.servers import server_turns, worker_turns
 from labkit.strategies.base import MakeOptimizer, lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import State
+from labkit.strategies.traits import Parts
 
 
 @torch.no_grad()
@@ -64,7 +65,7 @@ class ParameterServer(OnShares):
         if self.servers > 1:
             self.traits = replace(
                 self.traits,
-                optimizes="elements",
+                optimizes=Parts.ELEMENTS,
                 no_checkpoint=f"each of {self.servers} servers has a part of the optimizer's "
                 "state (or take one)",
             )

@@ -53,7 +53,7 @@ class RingAllReduce(OnShares):
     sync_batch_norm: bool = False
     compress: str | None = None
     hierarchical: bool = False
-    saved_state = ResidualState
+    saved_state_class = ResidualState
 
     def __post_init__(self) -> None:
         if self.compress == "topk" and self.amp == "fp16":
@@ -71,7 +71,7 @@ class RingAllReduce(OnShares):
         self.views = views_of(self.flat, self.trained)
 
     @torch.no_grad()
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         """Step 3; a rank without a sample takes part, too."""
         with self.comm.span("update"):
             for view, parameter in zip(self.views, self.trained):

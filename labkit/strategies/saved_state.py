@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.strategies.traits import Parts
+
 State = dict[str, Tensor]
 
 
@@ -24,7 +26,7 @@ class SavedState:
         """Return this rank's tensors; a collective call."""
         strategy = self.strategy
         tensors, parameters = strategy.held()
-        has_part = strategy.traits.optimizes not in ("model", "elements")
+        has_part = bool(strategy.traits.optimizes & (Parts.LAYERS | Parts.ROWS))
         state = State()
         if has_part or strategy.comm.rank == strategy.workers[0]:
             state |= named("model", tensors)

@@ -15,7 +15,7 @@ layer until their sums are added to the shards' gradients.
 again before its backward, while the layer before is computing, and freed after; step 3 is gone.
 
 Bytes sent per rank and step: 2, 2 and 3 (P - 1)/P x S. In memory, S bytes of each kind become S/P,
-and what is under way: ``costs.sharded_memory``. In which order: ``schedules.sharding``.
+and what is under way: ``costs.memory``. In which order: ``schedules.sharding``.
 
 Symbols: P ranks, N elements of a flat, S bytes of the trained parameters. Sources: Rajbhandari et
 al., "ZeRO: memory optimizations toward training trillion parameter models" (2020), sections 5 and
@@ -36,9 +36,10 @@ from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, Traits, views_of
+from labkit.strategies.base import MakeOptimizer, views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
+from labkit.strategies.traits import Parts, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
 from labkit.workload.losses import Loss
@@ -288,8 +289,8 @@ class Sharded(OnShares):
 
     stage: int = 3
     sync_batch_norm: bool = False
-    saved_state = ShardedState
-    traits = Traits(predicts_together=True, optimizes="elements")
+    saved_state_class = ShardedState
+    traits = Traits(predicts_together=True, optimizes=Parts.ELEMENTS)
     runs_empty = True
 
     def __post_init__(self) -> None:

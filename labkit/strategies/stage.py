@@ -22,11 +22,12 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import Action, Hop, messages_of
 from labkit.schedules.split_points import check_split_points, stage_bounds
 from labkit.schedules.timetable import instructions
-from labkit.strategies.base import MakeOptimizer, Strategy, Traits
+from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.hops import Hops
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.strategies.recompute import ForwardState
 from labkit.strategies.saved_state import State
+from labkit.strategies.traits import Parts, Traits
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -200,7 +201,7 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
-    traits = Traits(takes_whole_batch=True, optimizes="layers")
+    traits = Traits(takes_whole_batch=True, optimizes=Parts.LAYERS)
     stages_per_rank = 1
     cuts_backward = False
     hops_beside = False

@@ -113,12 +113,14 @@ class TensorGroup:
     Attributes:
         cuts: by parameter that was cut, how it is divided; all ranks have all of any other.
         length: T of the inputs; ``cut`` makes the embeddings set it.
+        classes: by rank, of how many classes the cut head computes the logits.
     """
 
     def __init__(self, comm: Comm, sequence_parallel: bool = False):
         self.comm = comm
         self.sequence_parallel = sequence_parallel
         self.length = 0
+        self.classes: list[int] = []
         self.cuts: dict[Tensor, Cut] = {}
         self._shards: dict[Tensor, nn.Parameter] = {}
 
@@ -170,7 +172,8 @@ class TensorGroup:
                 entries = Cut(0, self.sizes(len(layer.token.weight)))
                 layer.token.weight = self._shard_of(layer.get_parameter("token.weight"), entries)
             elif isinstance(layer, Head):
-                self._become(CutHead, layer, weight=Cut(0, self.sizes(len(layer.weight))))
+                self.classes = self.sizes(len(layer.weight))
+                self._become(CutHead, layer, weight=Cut(0, self.classes))
 
     def _become(self, kind: type[nn.Module], layer: nn.Module, **cuts: Cut) -> None:
         """Give a layer another class and cut parameters; its name and hooks stay."""

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import Traits
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
+from labkit.strategies.traits import Parts, Traits
 from labkit.workload.experts import Experts
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss, ShareLoss, named_function
@@ -85,7 +85,7 @@ class TensorParallel(OnCuts):
     """
 
     sequence_parallel: bool = False
-    traits = Traits(takes_whole_batch=True, optimizes="rows")
+    traits = Traits(takes_whole_batch=True, optimizes=Parts.ROWS)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)
@@ -95,10 +95,7 @@ class TensorParallel(OnCuts):
 
     def cut(self, model: nn.Module) -> State:
         state = super().cut(model)
-        # (The head comes last.)
-        head_weight = list(state.values())[-1]
-        self.classes = self.group.cuts[head_weight].sizes
-        self.loss = CutLoss(self.group.comm, sum(self.classes), self.loss)
+        self.loss = CutLoss(self.group.comm, sum(self.group.classes), self.loss)
         return state
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
@@ -106,12 +103,12 @@ class TensorParallel(OnCuts):
         # The loop adds up what the ranks return, and each has the loss of all samples.
         return loss if self.group.comm.rank == 0 else torch.zeros_like(loss)
 
-    def sum_gradients(self) -> None:
+    def finish_backward(self) -> None:
         self.group.agree(self.trained)
 
     def run(self, inputs: Tensor) -> Tensor:
         logits = self.model(inputs)
-        return torch.cat(gather_shards(self.comm, logits, 1, self.classes), dim=1)
+        return torch.cat(gather_shards(self.comm, logits, 1, self.group.classes), dim=1)
 
     def predict(self, inputs: Tensor) -> Tensor | None:
         outputs = super().predict(inputs)

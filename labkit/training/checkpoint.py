@@ -137,8 +137,11 @@ def _bound_to_ranks(stored: Stored) -> str:
     """Return why no other arrangement can continue from a checkpoint; "" where one can."""
     reason = ""
     for rank in range(len(stored.ranks)):
-        if "residual" in stored.of("own", rank):
+        own_names = sorted(stored.of("own", rank))
+        if "residual" in own_names:
             reason = "each rank has gradients that compress topk has not sent yet"
+        elif own_names:
+            reason = f"each rank has its own {' and '.join(own_names)}"
         elif stored.of("progress", rank)["draws"]:
             reason = f"rank {rank} has drawn random numbers in its steps, as for dropout"
     _, differing = common(stored.by_rank("kept"))
@@ -177,17 +180,17 @@ class Progress:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of a run on one rank, whose strategy is set up; ``facts`` identify it."""
+    """The checkpoints of a run on one rank, whose strategy is set up."""
 
     config: RunConfig
     strategy: Strategy
-    facts: Identity
+    identity: Identity
     progress: Progress
     work: Work
 
     def __post_init__(self) -> None:
         work = self.work
-        self.saved_state = self.strategy.saved_state(self.strategy)
+        self.saved_state = self.strategy.saved_state_class(self.strategy)
         self.kept = Kept(self.strategy.optimizer, work.loss.loss, work.train.dataset)
         self._first_random = random_states(self.strategy.comm.device)
         if self.strategy.comm.rank == 0:
@@ -220,7 +223,7 @@ class Checkpoints:
             state["progress/updates"] = torch.tensor(update)
             for name, value in strategy.precision.scaler.state_dict().items():
                 state[f"scaler/{name}"] = torch.tensor(value)
-            facts = Facts(progress.epoch, progress.step, progress.rows, self.facts)
+            facts = Facts(progress.epoch, progress.step, progress.rows, self.identity)
             path = step_path(self.config.checkpoint_dir or "", self.progress.done)
             save(strategy.comm, path, facts, state)
 
@@ -237,7 +240,7 @@ class Checkpoints:
         if isinstance(strategy.loss, CountedLoss):
             strategy.loss.take()
             strategy.loss.take_weight()
-        _, rearranged = _differences(facts.identity, self.facts)
+        _, rearranged = _differences(facts.identity, self.identity)
         state: State = {}
         for kind in ("model", "optimizer", "number"):
             state |= named(kind, stored.of(kind))

@@ -85,14 +85,19 @@ def _option(default: Any, about: str) -> Any:
     return field(default=default, metadata={"help": about})
 
 
+def _own_option(default: Any, about: str) -> Any:
+    """Make a field that belongs to some techniques only."""
+    return field(default=default, metadata={"help": about, "of_technique": True})
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The settings of one training run; ``labkit train`` has an option for each.
 
-    The settings from ``backend`` on belong to some techniques only (``OPTIONS``), ``devices`` to
-    all; None means the technique's own default. ``devices`` and ``split_points`` determine the
-    world size, which may then be left at 1. ``devices`` may be given as a sequence of names, too.
-    The text beside each default is the option's help.
+    Some settings belong to some techniques only (``OPTIONS``), ``devices`` to all; None means the
+    technique's own default. ``devices`` and ``split_points`` determine the world size, which may
+    then be left at 1. ``devices`` may be given as a sequence of names, too. The text beside each
+    default is the option's help.
 
     Raises:
         ValueError: a value outside its limits, or settings that contradict each other.
@@ -149,61 +154,67 @@ class RunConfig:
         None, "folder for a record of every step, which labkit diff compares with another"
     )
 
-    backend: str = _option("auto", "for --builtin; labkit is this package's own")
-    bucket_mb: float | None = _option(
+    backend: str = _own_option("auto", "for --builtin; labkit is this package's own")
+    bucket_mb: float | None = _own_option(
         None,
         "ddp, mesh: bucket size in MiB (25), of the first bucket 1 at most; 0 gives each "
         "parameter a bucket",
     )
-    average_every: int | None = _option(
+    average_every: int | None = _own_option(
         None, "ddp: local SGD: average parameters after that many updates, not gradients"
     )
-    outer_lr: float | None = _option(
+    outer_lr: float | None = _own_option(
         None, "ddp with average_every: DiLoCo's outer learning rate (0.7); 1 takes the average"
     )
-    outer_momentum: float | None = _option(
+    outer_momentum: float | None = _own_option(
         None, "ddp with average_every: DiLoCo's outer Nesterov momentum (0.9)"
     )
-    accumulate: int | None = _option(None, "micro-batches per update and synchronisation")
-    amp: str | None = _option(None, "mixed precision; tf32: products of float32 on NVIDIA's GPUs")
-    sync_batch_norm: bool = _option(
+    accumulate: int | None = _own_option(None, "micro-batches per update and synchronisation")
+    amp: str | None = _own_option(
+        None, "mixed precision; tf32: products of float32 on NVIDIA's GPUs"
+    )
+    sync_batch_norm: bool = _own_option(
         False, "BatchNorm normalises with the statistics of the global batch"
     )
-    compress: str | None = _option(None, "ring_all_reduce: compress gradients on the wire")
-    hierarchical: bool = _option(
+    compress: str | None = _own_option(None, "ring_all_reduce: compress gradients on the wire")
+    hierarchical: bool = _own_option(
         False, "ring_all_reduce, ddp: sum inside each host first, then between"
     )
-    servers: int | None = _option(None, "parameter_server: ranks that hold parameters")
-    straggler: str | None = _option(None, "1:4.0 makes rank 1 compute four times as slowly")
-    max_staleness: int | None = _option(
+    servers: int | None = _own_option(None, "parameter_server: ranks that hold parameters")
+    straggler: str | None = _own_option(None, "1:4.0 makes rank 1 compute four times as slowly")
+    max_staleness: int | None = _own_option(
         None, "async_parameter_server: updates by others that a gradient may miss"
     )
-    devices: str | None = _option(
+    devices: str | None = _own_option(
         None,
         "a device per rank, for example cuda:2,cuda:3; data_parallel and model_parallel are "
         "then one process with a replica or a stage on each",
     )
-    split_points: str | None = _option(
+    split_points: str | None = _own_option(
         None, "layers K,K that begin a stage; by default an even split by FLOPs"
     )
-    micro_batches: int | None = _option(None, "pipeline, mesh: micro-batches per batch")
-    schedule: str | None = _option(None, "pipeline, mesh: order of micro-batches")
-    stages_per_rank: int | None = _option(
+    micro_batches: int | None = _own_option(None, "pipeline, mesh: micro-batches per batch")
+    schedule: str | None = _own_option(
+        None, f"pipeline, mesh: order of micro-batches: {', '.join(PIPELINES)}"
+    )
+    stages_per_rank: int | None = _own_option(
         None, "pipeline with schedule interleaved: V short stages on each rank (2)"
     )
-    recompute: bool = _option(False, "of stages: hold their inputs alone, and run forward again")
-    sequence_parallel: bool = _option(
+    recompute: bool = _own_option(
+        False, "of stages: hold their inputs alone, and run forward again"
+    )
+    sequence_parallel: bool = _own_option(
         False, "tensor_parallel: divide positions where layers are not cut"
     )
-    capacity: float | None = _option(
+    capacity: float | None = _own_option(
         None, "expert_parallel: an expert drops what exceeds so many times an even load"
     )
-    stage: int | None = _option(
+    stage: int | None = _own_option(
         None, "sharded: what ranks divide; 1 optimizer states, 2 also gradients, 3 also parameters"
     )
-    dp: int | None = _option(None, "mesh: replicas of the model, which divide the batch")
-    pp: int | None = _option(None, "mesh: stages of a replica")
-    tp: int | None = _option(None, "mesh: ranks over which each layer of a stage is cut")
+    dp: int | None = _own_option(None, "mesh: replicas of the model, which divide the batch")
+    pp: int | None = _own_option(None, "mesh: stages of a replica")
+    tp: int | None = _own_option(None, "mesh: ranks over which each layer of a stage is cut")
 
     def __post_init__(self) -> None:
         given = {setting.name: getattr(self, setting.name) for setting in fields(self)}
@@ -298,9 +309,8 @@ class RunConfig:
         }
 
 
-_NAMES = [setting.name for setting in fields(RunConfig)]
 # Options of some techniques only, beside the settings of all techniques.
-OPTIONS = tuple(_NAMES[_NAMES.index("backend") :])
+OPTIONS = tuple(one.name for one in fields(RunConfig) if "of_technique" in one.metadata)
 # Settings that make a layout; the others are the same in all layouts of one run.
 LAYOUT = ("strategy", "world_size", "builtin", "hosts", *OPTIONS)
 _CHOICES = {

@@ -86,12 +86,12 @@ def fit(
     if own_parts.model is not None and comm.world_size > 1:
         # A function may not make the same on all ranks, and under torchrun each has its own.
         _broadcast_model(comm, model)
-    facts = identity(config, own_parts, work, model)
+    run_identity = identity(config, own_parts, work, model)
     make_optimizer = optimizer_maker(config, own_parts.optimizer, strategy, len(work.train))
     strategy.setup(comm, model, make_optimizer)
     # A strategy may keep only a part of the model, and the rest is freed.
     del model
-    run = _Run(config, work, strategy, facts, start, verbose and comm.rank == 0)
+    run = _Run(config, work, strategy, run_identity, start, verbose and comm.rank == 0)
     progress = run.progress
     with on_sigterm(run.stop.set if run.checkpoints else None):
         if isinstance(strategy, AsyncParameterServer):
@@ -133,7 +133,7 @@ class _Run:
     config: RunConfig
     work: Work
     strategy: Strategy
-    facts: dict[str, Any]
+    identity: dict[str, Any]
     start: Path | None
     verbose: bool
     checkpoints: Checkpoints | None = None
@@ -150,7 +150,9 @@ class _Run:
         sums = torch.zeros(5, dtype=torch.float64, device=self.comm.device)
         self.progress = Progress(sums, math.ceil(len(self.work.train) / config.batch_size))
         if config.checkpoint_dir is not None:
-            self.checkpoints = Checkpoints(config, strategy, self.facts, self.progress, self.work)
+            self.checkpoints = Checkpoints(
+                config, strategy, self.identity, self.progress, self.work
+            )
             if self.start is not None:
                 # A first step leaves more behind than its update.
                 first_share = next(self.shares(self.batches(0)[:1], 0))

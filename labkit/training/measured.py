@@ -1,7 +1,7 @@
 """Measured times of links and split models on this machine: P ranks or stages, M micro-batches.
 
 ``measure_link`` fits what ``costs.link`` predicts with; ``measure_split`` runs what
-``placement.predict_split`` predicts, on random samples.
+``costs.predict_split`` predicts, on random samples.
 """
 
 import copy

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.saved_state import as_tensor
+from labkit.strategies.traits import Parts
 from labkit.training.config import RunConfig
 from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
@@ -105,7 +106,7 @@ def try_optimizer(
     make: MakeOptimizer,
     model: nn.Module,
     technique: str,
-    optimizes: str,
+    optimizes: Parts,
     seed: int,
     *,
     keeps_sparse: bool = False,
@@ -151,11 +152,11 @@ def try_optimizer(
         expected = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
-        if optimizes != "model":
+        if optimizes:
             reason = f"its step raised {type(error).__name__}: {error}"
             raise _differs(name, technique, reason) from error
         expected = []
-    if optimizes != "model":
+    if optimizes:
         _check_parts(name, make, rounds, expected, technique, optimizes, seed)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
@@ -168,7 +169,7 @@ def _check_parts(
     rounds: list[list[Tensor]],
     expected: list[Tensor],
     technique: str,
-    optimizes: str,
+    optimizes: Parts,
     seed: int,
 ) -> None:
     """Refuse an optimizer that does not turn the ranks' parts into those of ``expected``."""
@@ -326,16 +327,16 @@ def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:
     return True
 
 
-def shares(tensors: list[Tensor], optimizes: str) -> list[list[Tensor]]:
-    """Parts of tensors as ranks hold them, by rank, in the words of ``Traits.optimizes``."""
-    if optimizes == "elements":
+def shares(tensors: list[Tensor], optimizes: Parts) -> list[list[Tensor]]:
+    """Parts of tensors as ranks hold them, by rank."""
+    if Parts.ELEMENTS in optimizes:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return [[part] for part in flat.tensor_split(2) if part.numel()]
     by_rank = [tensors]
-    if "layers" in optimizes:
+    if Parts.LAYERS in optimizes:
         middle = (1 + len(tensors)) // 2
         by_rank = [tensors[:middle], tensors[middle:]]
-    if "rows" in optimizes:
+    if Parts.ROWS in optimizes:
         halves = []
         for held in by_rank:
             pairs = [torch.atleast_1d(tensor).tensor_split(2) for tensor in held]

@@ -26,6 +26,7 @@ from labkit.engine.devices import check_named, plan, print_once
 from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
+from labkit.strategies.traits import Parts
 from labkit.training.config import (
     OPTIONS,
     RunConfig,
@@ -179,8 +180,8 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
         )
     if own_parts.optimizer is not None:
         optimizes = strategy.traits.optimizes
-        if config.world_size == 1 and optimizes != "elements":
-            optimizes = "model"
+        if config.world_size == 1 and optimizes != Parts.ELEMENTS:
+            optimizes = Parts.ALL
         keeps_sparse = config.strategy == "single" or (
             config.builtin and config.strategy in ("ddp", "data_parallel")
         )
@@ -418,7 +419,7 @@ def make_strategy(
     if config.straggler is not None:
         options["straggler"] = parse_straggler(config.straggler, config.world_size)
     if "split_points" in options_of(technique):
-        # Not at the top: few runs need it, and it brings all of placement.
+        # Not at the top: few runs need it, and it brings all of costs.
         from labkit.costs.layer_profile import even_split
         from labkit.workload.layers import layers_of, output_shapes
 

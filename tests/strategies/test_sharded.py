@@ -204,7 +204,7 @@ def continued(comm, stage):
         strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
         strategy.setup(comm, seeded(lambda: nn.Sequential(Scaled())), torch.optim.NAdam)
         if begins:
-            strategy.saved_state(strategy).restore(saved)
+            strategy.saved_state_class(strategy).restore(saved)
         for number, (inputs, targets) in list(enumerate(some_batches((8, 8))))[begins:]:
             ours = strategy.part_of(torch.arange(len(targets)))
             strategy.step(inputs[ours], targets[ours], len(targets))
@@ -212,7 +212,7 @@ def continued(comm, stage):
                 # (One rank, so that it has all of it.)
                 saved = {
                     name: value.clone()
-                    for name, value in strategy.saved_state(strategy).collect().items()
+                    for name, value in strategy.saved_state_class(strategy).collect().items()
                 }
         states.append(strategy.full_state())
     return states
