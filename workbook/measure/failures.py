@@ -12,6 +12,7 @@ Agents of ``torchrun`` play the hosts (``workbook.agents``), and their ranks run
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -25,7 +26,7 @@ from typing import Any
 
 from labkit.engine.files import write_atomically
 from labkit.engine.tracing import Span
-from labkit.units import check_choice, check_integer, check_number
+from labkit.units import MOST_SECONDS, check_choice, check_integer, check_number
 from workbook.agents import start_agents
 from workbook.exercises.programs import faulty_hosts
 from workbook.exercises.programs.faulty_hosts import Settings
@@ -33,6 +34,7 @@ from workbook.exercises.programs.faulty_hosts import Settings
 HOSTS = 2
 RANKS_PER_HOST = 2
 _RANKS = HOSTS * RANKS_PER_HOST
+# For the agents to start, and for recoveries that take longer than they should.
 _LIMIT_S = 120.0
 
 
@@ -51,7 +53,7 @@ class Fault:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("kill", "stop", "cut"))
         check_integer("host", self.host, 0, HOSTS - 1)
-        check_number("at_s", self.at_s, 0, _LIMIT_S)
+        check_number("at_s", self.at_s, 0, MOST_SECONDS)
         check_number("lasts_s", self.lasts_s, 0, _LIMIT_S)
 
     @property
@@ -90,7 +92,9 @@ class FaultyRun:
 
     @property
     def between_failures_s(self) -> float:
-        """Seconds between failures on average."""
+        """Seconds between failures on average; infinite without any."""
+        if not self.faults:
+            return math.inf
         return self.duration_s / len(self.faults)
 
 
@@ -122,9 +126,10 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
             options=["--max-restarts", "99"],
         ) as agents:
             lines: list[str] = []
+            limit_s = settings.duration_s + _LIMIT_S
             injector.start()
             try:
-                has_ended = agents.follow(_LIMIT_S, show=lambda host, line: lines.append(line))
+                has_ended = agents.follow(limit_s, show=lambda host, line: lines.append(line))
             finally:
                 is_over.set()
                 injector.join()

@@ -54,6 +54,6 @@ def replicas(
         ratios.append(run.goodput / model_goodput)
     return CaptionedFigure(
         figure,
-        alt=f"Lanes of {len(ranks)} ranks with {'; '.join(words)}. {counted_words}.",
+        alt=f"Lanes of {len(ranks)} ranks with {'; '.join(words) or 'no fault'}. {counted_words}.",
         caption=joined(f"{counted_words}.", ratio_words(ratios, "hatched")),
     )
