@@ -63,8 +63,11 @@ class WhatIf:
 
     def __str__(self) -> str:
         before = f"Recorded: {format_seconds(self.recorded_s)} {self.unit}."
+        times = f"{format_number(self.ratio)} times"
+        if times == "1 times":
+            times = "just"
         after = f"Predicted {self.conditions}: {format_seconds(self.predicted_s)} {self.unit}, "
-        after += f"{format_number(self.ratio)} times as long."
+        after += f"{times} as long."
         return f"{before} {what_limited(self.recorded)}\n{after} {self.explain()}"
 
 
