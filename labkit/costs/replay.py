@@ -45,7 +45,6 @@ class Step:
         own_s: what it took, without waiting and without the recorded link.
         partners: the steps of all ranks that take part in its messages, this one among them.
         awaited: the numbers of this rank's calls that it waits for.
-        in_bytes: by source rank, the bytes that arrive.
         calls: the recorded seconds at which calls were made during it or the gap before it, with
             the first step of each.
     """
@@ -56,7 +55,6 @@ class Step:
     own_s: float = 0.0
     partners: list["Step"] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
-    in_bytes: dict[int, int] = field(default_factory=dict)
     calls: list[tuple[float, "Step"]] = field(default_factory=list)
     is_called: bool = False
     # In the replay: when it was called, when its lane and it began, when its rank had come to its
@@ -192,13 +190,9 @@ def match(lanes: Lanes) -> None:
             if step.is_message:
                 for message in dict.fromkeys(step.span.messages):
                     by_message[message].append(step)
-    for (src, dst, _), partners in by_message.items():
+    for partners in by_message.values():
         for step in partners:
             step.partners += [other for other in partners if other not in step.partners]
-            if step.span.rank == dst and src >= 0:
-                step.in_bytes[src] = sum(
-                    other.span.num_bytes for other in partners if other is not step
-                )
 
 
 def _time(steps: Sequence[Step], start_s: float, network: Network | None) -> None:
@@ -224,11 +218,17 @@ def _time(steps: Sequence[Step], start_s: float, network: Network | None) -> Non
 def _sizes(step: Step, network: Network) -> tuple[int | None, int | None]:
     """The bytes that a step sends and receives over its card, None for no message there."""
     out_bytes = in_bytes = None
-    for src, dst, _ in step.span.messages:
-        if network.passes(src, dst) and src == step.span.rank:
+    for message in step.span.messages:
+        src, dst, _ = message
+        if not network.passes(src, dst):
+            continue
+        if src == step.span.rank:
             out_bytes = step.span.num_bytes
-        elif network.passes(src, dst):
-            in_bytes = step.in_bytes[src]
+            continue
+        in_bytes = 0
+        for partner in step.partners:
+            if partner.span.rank == src and message in partner.span.messages:
+                in_bytes = partner.span.num_bytes
     return out_bytes, in_bytes
 
 

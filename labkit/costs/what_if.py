@@ -63,8 +63,11 @@ class WhatIf:
 
     def __str__(self) -> str:
         before = f"Recorded: {format_seconds(self.recorded_s)} {self.unit}."
+        times = f"{format_number(self.ratio)} times"
+        if times == "1 times":
+            times = "just"
         after = f"Predicted {self.conditions}: {format_seconds(self.predicted_s)} {self.unit}, "
-        after += f"{format_number(self.ratio)} times as long."
+        after += f"{times} as long."
         return f"{before} {what_limited(self.recorded)}\n{after} {self.explain()}"
 
 
@@ -79,10 +82,10 @@ def what_if(
 
     Args:
         run: the result of ``labkit.run``, of ``labkit.train_with``, or its trace (of all ranks).
-        link: an ``EmulatedLink``; None leaves messages as they were.
+        link: an ``EmulatedLink``; None leaves the recorded run's.
         stragglers: by rank, how many times as long it computes.
-        ranks: a technique that divides the batch and sums gradients on a ring: on so many ranks,
-            each with its own core or device. ``stragglers`` are then among these.
+        ranks: the number of ranks, each with a core or device of its own, of a technique that
+            divides the batch and sums gradients on a ring. ``stragglers`` are among these.
 
     Raises:
         ValueError: what cannot be predicted, and why.
@@ -156,8 +159,8 @@ def _check(trace: Trace) -> None:
         raise ValueError(f"the trace is a prediction, {words}: give the recorded one")
     if trace.apart:
         raise ValueError(
-            "the trace is from PyTorch's profiler, which records no bytes per message and not who "
-            "waits for whom: record the run with labkit, and save its result's trace"
+            "the trace is from PyTorch's profiler, which records neither the bytes of a message "
+            "nor who waits for whom: record the run with labkit, and save its result's trace"
         )
     technique = about.get("strategy", "")
     if technique in _REFUSED:

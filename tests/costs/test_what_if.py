@@ -244,6 +244,7 @@ def test_the_command_writes_a_trace_that_says_it_is_a_prediction(tmp_path, capsy
     printed = capsys.readouterr().out
     assert "Recorded: 1 s a step." in printed
     assert "3.7 times as long" in printed
+    assert "rank 1 (predicted)" in Path(out).read_text()
     assert main(["explain", out]) == 0
     assert "This is a prediction" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):

@@ -7,7 +7,7 @@ recorded, predicted under another link, straggler or number of ranks, and then r
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,21 +54,6 @@ class Change:
     ranks: int
     change: dict[str, Any]
     link: EmulatedLink | None = LINK
-
-    def __str__(self) -> str:
-        words = [f"{self.technique}, {self.ranks} ranks:"]
-        if "link" in self.change:
-            before = "none" if self.link is None else _latency(self.link)
-            words.append(f"link {before} to {_latency(self.change['link'])}")
-        for rank, factor in self.change.get("stragglers", {}).items():
-            words.append(f"straggler {rank}:{factor:g}")
-        if "ranks" in self.change:
-            words.append(f"on {self.change['ranks']} ranks")
-        return " ".join(words)
-
-
-def _latency(link: EmulatedLink) -> str:
-    return format_seconds(link.latency_s)
 
 
 CHANGES = (
@@ -128,8 +113,11 @@ def measure(change: Change, repeats: int) -> dict[str, Any]:
     prediction = labkit.what_if(before, **change.change)
     conditions: dict[str, Any] = {"ranks": change.ranks, "link": change.link} | change.change
     after = recorded(change.technique, repeats=repeats, **conditions)
+    words = f"{change.technique}, {change.ranks} ranks, {prediction.conditions}"
+    if change.link is None:
+        words += " (recorded without a link)"
     return {
-        "change": str(change),
+        "change": words,
         "recorded_s": prediction.recorded_s,
         "predicted_s": prediction.predicted_s,
         "run_s": step_seconds(after),
@@ -151,12 +139,6 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
     return Table(heads, tuple(cells), (note,))
 
 
-def rows_of(repeats: int) -> Iterator[dict[str, Any]]:
-    """One row per change, as soon as it is there."""
-    for change in CHANGES:
-        yield measure(change, repeats)
-
-
 def main() -> None:
     """Measure all changes, print them, and record them."""
     parser = argparse.ArgumentParser(description="predictions of labkit.what_if beside runs")
@@ -165,9 +147,9 @@ def main() -> None:
     arguments = parser.parse_args()
     check_writable(arguments.json)
     rows = []
-    for row in rows_of(arguments.repeats):
-        print(table_of([row]).rows[0], flush=True)
-        rows.append(row)
+    for change in CHANGES:
+        rows.append(measure(change, arguments.repeats))
+        print(table_of(rows[-1:]).rows[0], flush=True)
     print(table_of(rows))
     command = shlex.join(["python", "-m", "workbook.measure.changed", *sys.argv[1:]])
     write({"command": command, "rows": rows} | machine(), arguments.json, {})

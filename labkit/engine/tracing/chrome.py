@@ -34,7 +34,8 @@ def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
         if spans:
-            trace = Trace.merge([spans], about=content.get("labkit"))
+            about = content.get("labkit") if isinstance(content, dict) else None
+            trace = Trace.merge([spans], about=about)
             notes = []
             if "predicted" in trace.about:
                 notes.append(f"This is a prediction: {trace.about['predicted']}.")

@@ -126,8 +126,11 @@ class Trace:
         """Write Chrome trace JSON, one process per rank; https://ui.perfetto.dev opens it."""
         events: list[dict[str, Any]] = []
         for rank in self.ranks:
-            name = {"name": self.lane(rank)}
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": name})
+            name = self.lane(rank)
+            if "predicted" in self.about:
+                name += " (predicted)"
+            named = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
+            events.append(named)
         for span in self.spans:
             event: dict[str, Any] = {"ph": "X", "name": span.kind, "cat": span.kind}
             event |= {"pid": span.rank, "tid": span.lane}

@@ -38,6 +38,8 @@ def test_a_saved_trace_comes_back(tmp_path):
     trace, _ = read_traces([path])
     assert trace == Trace(spans, about=about)
     assert (trace.spans[2].messages, trace.spans[2].call) == (spans[2].messages, spans[2].call)
+    path.write_text(json.dumps(json.loads(path.read_text())["traceEvents"]))
+    assert read_traces([path])[0] == Trace(spans)
 
 
 def test_on_a_gpu_kernels_count_and_their_launches_do_not(tmp_path):
