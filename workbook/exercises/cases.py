@@ -161,7 +161,8 @@ def show(source: Source) -> None:
 
 
 mismatch, drift = check_of("cases.mismatch"), check_of("cases.drift")
-straggler, divisor = check_of("cases.straggler"), check_of("cases.divisor")
+straggler = check_of("cases.straggler")
+divisor = check_of("cases.divisor", hides_program=True)
 sampler = check_of("cases.sampler", hides_program=True)
 buffers = check_of("cases.buffers", hides_program=True)
 link = check_of("cases.link")

@@ -123,14 +123,14 @@ def blocks(seed: int | None = None) -> Case:
     shapes["head.0"] = (width, 3)
     weights = {name: torch.randn(shape).double() / 2 for name, shape in shapes.items()}
     data = (torch.randn(8, 5).double(), torch.randn(8, 3).double())
-    parts = {name: _parts(name, weight, P) for name, weight in weights.items()}
+    parts = {name: parts_of(name, weight, P) for name, weight in weights.items()}
     alone = {name: [weight] for name, weight in weights.items()}
     ranks = run(silent.blocks, kinds, parts, data, world_size=P, device="cpu").values
     (device,) = run(silent.blocks, kinds, alone, data, world_size=1, device="cpu").values
     lengths = {}
     off = {}
     for name in reversed(shapes):
-        right = _parts(name, device["gradients"][name], P)
+        right = parts_of(name, device["gradients"][name], P)
         found = [log["gradients"][name] for log in ranks]
         lengths[name] = [(a.norm() / b.norm()).item() for a, b in zip(found, right)]
         off[name] = max(map(apart, found, right))
@@ -166,7 +166,7 @@ def blocks(seed: int | None = None) -> Case:
     return case_of(silent.Blocks, P, drawn, text, clues, choices, block=block, line=line)
 
 
-def _parts(name: str, weight: Tensor, world_size: int) -> list[Tensor]:
+def parts_of(name: str, weight: Tensor, world_size: int) -> list[Tensor]:
     """The parts of the ranks: a block's inner features are divided, the others are not."""
     if not name.startswith("block"):
         return [weight] * world_size
