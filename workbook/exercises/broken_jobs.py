@@ -120,22 +120,21 @@ def straggler(seed: int | None = None) -> Case:
     if is_text:
         shards[rank] = [json.dumps(sequence.tolist()) for sequence in shards[rank]]
     result = run(jobs.straggler, shards, world_size=P, device="cpu")
-    causes = ["a rank reads text", "a rank has longer sequences"]
-    innocent = [f"reading takes {_ms(result, 'data')} ms", f"all have {usual} tokens"]
     text = f"""
-    - {causes[not is_text]}
-    - {causes[is_text]}: {innocent[is_text]}
+    - a rank has longer sequences: all have {usual} tokens
+    - a rank reads text: reading takes {_ms(result, "data")} ms
     - the core of a rank is slow: {steps} times {tokens} tokens take {_ms(result, "compute")} ms
     - a rank sends more: each sends {result.bytes_sent[0]} bytes
     - a rank has more sequences: each has {steps}
     - the first step is slow, as always: it is one of {steps}, and all are alike
     rank: is not the last: ranks 0 to {P - 1} work for {_ms(result, "data", "compute")} ms
     line: takes as long on the other ranks, or next to no time
-    solved: {causes[not is_text]}, rank {rank}, and in each step all others wait for it
+    solved: rank {rank} is the last, and in each step all others wait for it
     """
     clues = {"run": result, "lengths": lengths}
     line = "json.loads" if is_text else "rnn(sequence"
-    return case_of(jobs.straggler, P, drawn, text, clues, rank=rank, line=line)
+    answer = {"rank": rank, "line": line}
+    return case_of(jobs.straggler, P, drawn, text, clues, right=int(is_text), **answer)
 
 
 def divisor(seed: int | None = None) -> Case:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.runtime.output import kernel
 from labkit.units import format_count
 from workbook.exercises.grader import Verdict
 from workbook.exercises.grader.compare import plain, short
 from workbook.exercises.grader.exercise import new_seed
 from workbook.exercises.grader.report import NOT_ATTEMPTED, NOT_YET, PASSED, show_verdict
-from workbook.notebook.display import Source, show_source
+from workbook.notebook.display import show_source
 
 
 @dataclass(frozen=True)
@@ -62,19 +61,15 @@ class Case:
                 return f"the suspects are {', '.join(self.suspects)}, not {short(answer)}"
             return f"{answer} ({self.suspects[answer]}) is not the cause: {self.against[answer]}"
         text = f"{name} {short(answer)}"
-        choices = self.choices.get(name)
-        if choices and not all(part in choices for part in flat(answer)):
+        choices = self.choices.get(name, [])
+        parts = answer if isinstance(answer, list) else [answer]
+        if choices and any(part not in choices for part in parts):
             return f"{text}: choose from {', '.join(map(str, choices))}"
         if name == "line" and isinstance(answer, int):
             lines = Path(inspect.getfile(self.program)).read_text("utf-8").splitlines()
             line = lines[answer - 1].strip() if 0 < answer <= len(lines) else ""
             text += f" ({line})"
         return f"{text} {self.against[name]}"
-
-
-def flat(answer: Any) -> list[Any]:
-    """The parts of an answer, which may be a list."""
-    return answer if isinstance(answer, list) else [answer]
 
 
 def seeded(seed: int | None) -> tuple[int, random.Random]:
@@ -91,12 +86,13 @@ def case_of(
     text: str,
     clues: dict[str, Any],
     choices: dict[str, list[Any]] | None = None,
+    right: int = 0,
     **answer: Any,
 ) -> Case:
     """Make a case. The answer ``line`` is a part of that line, the first in ``program``.
 
-    ``text`` has entries, each begins on its own line: ``- cause: what is against it``, the
-    first cause is the right one, and ``name: what is against a wrong answer``, or ``solved``.
+    ``text`` has entries, each begins on its own line: ``- cause: what is against it``, of which
+    number ``right`` is the right one; ``name: what is against a wrong answer``; and ``solved``.
     """
     if "line" in answer:
         lines, first_number = inspect.getsourcelines(program)
@@ -109,7 +105,7 @@ def case_of(
     causes = [name for name in evidence if name.startswith("- ")]
     letters = dict(zip(drawn.sample(causes, len(causes)), "abcdefgh"))
     suspects = {letter: cause.removeprefix("- ") for cause, letter in letters.items()}
-    answer["cause"] = letters[causes[0]]
+    answer["cause"] = letters[causes[right]]
     against = {letters.get(name, name): words for name, words in evidence.items()}
     choices = {"rank": list(range(world_size)), **(choices or {})}
     return Case(program, world_size, clues, suspects, answer, against, choices)
@@ -123,6 +119,8 @@ def check_of(title: str, hides_program: bool = False) -> Callable[..., Verdict]:
     """
 
     def judge(case: Case, answers: dict[str, Any]) -> Verdict:
+        from IPython.display import display
+
         if unknown := answers.keys() - case.answer.keys():
             raise ValueError(f"name {', '.join(case.answer)}, not {', '.join(unknown)}")
         given = {name: plain(answers[name]) for name in case.answer if name in answers}
@@ -130,34 +128,19 @@ def check_of(title: str, hides_program: bool = False) -> Callable[..., Verdict]:
         if not given:
             return Verdict(title, NOT_ATTEMPTED)
         case.tries.append(given)
-        for name, answer in given.items():
-            if objection := case.objection(name, answer):
-                return Verdict(title, NOT_YET, notes=[objection])
-        if left := case.answer.keys() - given.keys():
-            note = f"right so far: {', '.join(given)}. Still to name: {', '.join(left)}"
-            return Verdict(title, NOT_YET, notes=[note])
-        count = f"It took {format_count(len(case.tries), 'call')} of this check."
-        return Verdict(title, PASSED, notes=[case.against["solved"], count])
+        objections = {name: case.objection(name, answer) for name, answer in given.items()}
+        named = [name for name, objection in objections.items() if not objection]
+        if len(named) == len(case.answer):
+            count = f"It took {format_count(len(case.tries), 'call')} of this check."
+            return Verdict(title, PASSED, notes=[case.against["solved"], count])
+        if hides_program and case.answer.keys() - named <= {"line", "cause"}:
+            display(show_source(case.program, numbered=True))
+        left = case.answer.keys() - given.keys()
+        note = f"right so far: {', '.join(given)}. Still to name: {', '.join(left)}"
+        notes = [*filter(None, objections.values()), note]
+        return Verdict(title, NOT_YET, notes=notes[:1])
 
-    def check(case: Case, **answers: Any) -> Verdict:
-        verdict = show_verdict(title, lambda: judge(case, answers))
-        first = {name: answers.get(name) for name in case.answer.keys() - {"line", "cause"}}
-        is_named = all(not case.objection(name, plain(value)) for name, value in first.items())
-        if hides_program and is_named and not verdict.passed:
-            show(show_source(case.program, numbered=True))
-        return verdict
-
-    return check
-
-
-def show(source: Source) -> None:
-    """Show a source in a cell's output, elsewhere as text."""
-    if kernel() is None:
-        print(source)
-    else:
-        from IPython.display import display
-
-        display(source)
+    return lambda case, **answers: show_verdict(title, lambda: judge(case, answers))
 
 
 mismatch, drift = check_of("cases.mismatch"), check_of("cases.drift")

@@ -53,18 +53,10 @@ def tokens(seed: int | None = None) -> Case:
     own_at_once = [log[0]["own"] for log in whole]
     used = ranks[0][0]["gradient"]
     right = device[0]["gradient"]
-    causes = [
-        "the means of micro-batches with unequally many tokens count alike",
-        "the means of ranks with unequally many tokens count alike",
-    ]
-    own_off = max(map(apart, own, own_at_once))
-    innocent = [
-        f"each rank's own gradient is that of its tokens at once, to {own_off:.1g}",
-        f"all ranks have {sum(counts[0])} tokens",
-    ]
     text = f"""
-    - {causes[is_rank]}
-    - {causes[not is_rank]}: {innocent[not is_rank]}
+    - the means of micro-batches with unequally many tokens count alike: each rank's own gradient
+      is that of its tokens at once, to {max(map(apart, own, own_at_once)):.1g}
+    - the means of ranks with unequally many tokens count alike: all have {sum(counts[0])} tokens
     - padding counts in the loss: then rank {rank} would begin with a loss of
       {functional.mse_loss(model(x[rank]), y[rank]):.3f}, and not {ranks[rank][0]["loss"]:.3f}
     - gradients are divided by another number than there are ranks: what is used is the mean of
@@ -74,9 +66,8 @@ def tokens(seed: int | None = None) -> Case:
     rank: has micro-batches of {usual} tokens, as most ranks do
     times: is not the number of tokens in the largest micro-batch / that in the smallest
     line: takes no mean, or one of numbers that stand for equally many tokens
-    solved: {causes[is_rank]}. A token in the smallest micro-batch of rank {rank} counts
-      {times:.3g} times as much as one in the largest, and the gradient is
-      {apart(used, right):.0%} off
+    solved: a token in the smallest micro-batch of rank {rank} counts {times:.3g} times as much as
+      one in the largest, and the gradient is {apart(used, right):.0%} off
     """
     losses = {f"rank {r}": [step["loss"] for step in log] for r, log in enumerate(ranks)}
     losses["one device"] = [step["loss"] for step in device]
@@ -85,7 +76,8 @@ def tokens(seed: int | None = None) -> Case:
     clues["gradients"] |= {"own": own, "of its tokens at once": own_at_once}
     clues["job"] = (silent.tokens, (model, alone), (model, data))
     line = "average_gradients(" if is_rank else "torch.stack(losses).mean()"
-    return case_of(silent.tokens, P, drawn, text, clues, rank=rank, times=times, line=line)
+    answer = {"rank": rank, "times": times, "line": line}
+    return case_of(silent.tokens, P, drawn, text, clues, right=int(is_rank), **answer)
 
 
 def _lengths(drawn: random.Random, total: int) -> list[int]:
@@ -137,17 +129,11 @@ def blocks(seed: int | None = None) -> Case:
     good = [name for name in off if off[name] < 1e-9]
     ratios = [ratio for name in off.keys() - good for ratio in lengths[name]]
     losses = {f"rank {r}": log["loss"] for r, log in enumerate(ranks)}
-    causes = [
-        "backward does not add up what the ranks have of a gradient",
-        "backward adds up once more what all ranks have alike",
-    ]
-    innocent = [
-        f"all wrong gradients are {ratios[0]:.4g} times as long, so no part is missing",
-        f"they would be {P} times as long, and are {min(ratios):.3g} to {max(ratios):.3g} times",
-    ]
     text = f"""
-    - {causes[not is_lost]}
-    - {causes[is_lost]}: {innocent[is_lost]}
+    - backward adds up once more what all ranks have alike: wrong gradients would be {P} times as
+      long, and are {min(ratios):.3g} to {max(ratios):.3g} times
+    - backward does not add up what the ranks have of a gradient: no part is missing, all wrong
+      gradients are {ratios[0]:.4g} times as long
     - gradients are averaged over the ranks in place of summed: then all would be {1 / P:.3g} times
       as long, and {len(good)} of {len(off)} are right
     - a rank has another part of a weight: the loss is that of one device, to
@@ -157,13 +143,14 @@ def blocks(seed: int | None = None) -> Case:
     - the ranks read different samples: all have the loss {ranks[0]["loss"]:.6f}
     block: is not it: from the loss down {len(good)} gradients are right before the first wrong one
     line: is in no block that is at fault, or right in backward
-    solved: {causes[not is_lost]}, in block {block} ({fault}): {len(off) - len(good)} of {len(off)}
-      weights have wrong gradients, though every loss is right
+    solved: backward is wrong in block {block} ({fault}), and so are the gradients of
+      {len(off) - len(good)} of {len(off)} weights, though every loss is right
     """
     clues = {"kinds": kinds, "lengths": lengths, "losses": losses | {"one device": device["loss"]}}
     line = "torch.sin(x @ first)" if is_lost else "self.total, self.total"
     choices = {"block": list(range(len(kinds)))}
-    return case_of(silent.Blocks, P, drawn, text, clues, choices, block=block, line=line)
+    answer = {"block": block, "line": line}
+    return case_of(silent.Blocks, P, drawn, text, clues, choices, int(is_lost), **answer)
 
 
 def parts_of(name: str, weight: Tensor, world_size: int) -> list[Tensor]:
@@ -201,17 +188,11 @@ def muon(seed: int | None = None) -> Case:
     off = {name: apart(found[name], right[name]) for name in weights}
     worst = max(divided, key=lambda name: off[name])
     cosine = functional.cosine_similarity(found[worst], right[worst], 1).min()
-    causes = [
-        "a rule for whole matrices is applied to a part of a matrix",
-        "a factor is computed from the shape of a part of a matrix",
-    ]
-    innocent = [
-        f"each row of {worst} has its direction (cosine {cosine:.6f}), and another length",
-        f"rows of {worst} have another direction, too (cosine {cosine:.2f})",
-    ]
     text = f"""
-    - {causes[unshards]}
-    - {causes[not unshards]}: {innocent[not unshards]}
+    - a rule for whole matrices is applied to a part of a matrix: each row of {worst} changes in
+      its direction (cosine {cosine:.6f}), only too little or too much
+    - a factor is computed from the shape of a part of a matrix: rows of {worst} change in another
+      direction, too (cosine {cosine:.2f})
     - the gradients are averaged wrongly: those of step 0 are one device's, to
       {apart(ranks[0][0]["gradient"], device[0]["gradient"]):.1g}
     - a rank's momentum is lost: it begins in step 1, and {worst} is {off[worst]:.0%} off in step 0
@@ -219,8 +200,8 @@ def muon(seed: int | None = None) -> Case:
     - Newton-Schulz is inexact: some matrices change as on one device, to {min(off.values()):.1g}
     matrices: are not those, of {len(off)}, that change otherwise than on one device
     line: does the same with a part of a matrix as with all of it, or was not executed
-    solved: {causes[unshards]}. The matrices with rows on more than one rank change otherwise than
-      on one device ({", ".join(divided)}), by up to {off[worst]:.0%}
+    solved: the matrices with rows on more than one rank change otherwise than on one device
+      ({", ".join(divided)}), by up to {off[worst]:.0%}
     """
     losses = {f"rank {r}": [step["loss"] for step in log] for r, log in enumerate(ranks)}
     losses["one device"] = [step["loss"] for step in device]
@@ -228,7 +209,8 @@ def muon(seed: int | None = None) -> Case:
     clues |= {"changes": changes, "gradients": gradients}
     line = "scale = max(" if unshards else "orthogonal(shard)"
     choices = {"matrices": list(weights)}
-    return case_of(silent.Muon, P, drawn, text, clues, choices, matrices=divided, line=line)
+    answer = {"matrices": divided, "line": line}
+    return case_of(silent.Muon, P, drawn, text, clues, choices, int(unshards), **answer)
 
 
 def _matrices(like: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
@@ -270,17 +252,11 @@ def last_bits(seed: int | None = None) -> Case:
     num_apart = int(_spread([log[-1] for log in logs]).count_nonzero())
     first, *_, last = distances["float32"]
     last_in_64 = distances["float64"][-1]
-    causes = [
-        "the ranks add up a tensor in different orders",
-        "a rank leaves out the weight decay of a tensor",
-    ]
-    innocent = [
-        f"in step 0 all {P} ranks use one version of each of {len(weights)} gradients",
-        f"it is the same in float64, where they end {last_in_64:.1g} apart, and not {last:.1g}",
-    ]
     text = f"""
-    - {causes[not in_turns]}
-    - {causes[in_turns]}: {innocent[in_turns]}
+    - the ranks add up a tensor in different orders: in step 0 all {P} ranks use one version of
+      each of {len(weights)} gradients
+    - a rank leaves out the weight decay of a tensor: that would be the same in float64, where the
+      replicas end {last_in_64:.1g} apart, and not {last:.1g}
     - the ranks begin with different weights: with equal sums they would stay as far apart, and
       {first:.1g} grows to {last:.1g}
     - a rank's gradient is missing in a sum: the replicas are {first:.1g} apart after step 0, and
@@ -290,13 +266,14 @@ def last_bits(seed: int | None = None) -> Case:
     - a bit was flipped on the way: {num_apart} numbers differ in the end
     tensor: is equal on all {P} ranks to the end
     line: does the same to the same numbers on all ranks, or was not executed
-    solved: {causes[not in_turns]}, {tensor}. The replicas are {first:.1g} apart after step 0, and
-      {last:.1g} in the end, in float64 {last_in_64:.1g}
+    solved: replicas are {first:.1g} apart in {tensor} after step 0, and {last:.1g} in the end, in
+      float64 {last_in_64:.1g}
     """
     clues = {"versions": versions, "distances": distances}
     line = "total = total + parts" if in_turns else 'if name in recipe["decayed"]'
     choices = {"tensor": list(weights)}
-    return case_of(silent.last_bits, P, drawn, text, clues, choices, tensor=tensor, line=line)
+    answer = {"tensor": tensor, "line": line}
+    return case_of(silent.last_bits, P, drawn, text, clues, choices, int(not in_turns), **answer)
 
 
 def _versions(weights: Mapping[str, Tensor], vectors: list[Tensor]) -> dict[str, int]:
