@@ -166,6 +166,9 @@ def test_each_other_wrong_answer_is_refused_with_a_reason(case):
             found = judge(**made.answer | {name: wrong})
             assert found.status == NOT_YET
             assert found.notes[0].startswith(f"{name} ")
+            if name in made.choices and wrong not in made.choices[name]:
+                # A name without its number, for one, is told the names that there are.
+                assert "choose from" in found.notes[0] or isinstance(wrong, list)
             assert len(found.notes[0].split()) > 4
 
 
