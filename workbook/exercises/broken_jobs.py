@@ -6,7 +6,6 @@ The evidence against a wrong answer is made from the results of the run. Symbols
 
 import itertools
 import json
-import random
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,9 +18,9 @@ from torch._C._distributed_c10d import _dump_fr_trace_json
 from labkit import EmulatedLink, RunResult, load_dataset, run
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.emulated_link import Card
-from workbook.exercises.cases import Case, case_of
+from workbook.exercises.cases import Case, case_of, seeded
 from workbook.exercises.detective import entries_in
-from workbook.exercises.grader.exercise import new_seed, random_tensor
+from workbook.exercises.grader.exercise import random_tensor
 from workbook.exercises.programs import jobs
 
 _TIMEOUT_S = 1.0
@@ -29,7 +28,7 @@ _TIMEOUT_S = 1.0
 
 def mismatch(seed: int | None = None) -> Case:
     """Clues, by rank: ``losses`` [STEPS, B], ``errors``, and flight recorder ``dumps``."""
-    seed, drawn = _seeded(seed)
+    seed, drawn = seeded(seed)
     P, steps = 3, 9
     rank, step = drawn.randrange(P), drawn.randrange(3, steps - 1)
     losses = random_tensor(seed, P, steps, 8).abs().clamp(max=0.9 * jobs.HARD)
@@ -73,7 +72,7 @@ def _until_timeout(comm: Comm, losses: Tensor) -> tuple[str, list[dict[str, Any]
 
 def drift(seed: int | None = None) -> Case:
     """Clues: ``losses`` and ``checksums``, {rank: one by step}; a checksum is {name: number}."""
-    seed, drawn = _seeded(seed)
+    seed, drawn = seeded(seed)
     P, steps = 4, 8
     rank, other = drawn.sample(range(P), 2)
     early, step = sorted(drawn.sample(range(2, steps - 1), 2))
@@ -109,7 +108,7 @@ def drift(seed: int | None = None) -> Case:
 
 def straggler(seed: int | None = None) -> Case:
     """Clues: the ``run``; ``lengths`` {rank: tokens by step}."""
-    _, drawn = _seeded(seed)
+    _, drawn = seeded(seed)
     P, steps, usual = 3, 6, 60
     rank = drawn.randrange(P)
     is_text = drawn.random() < 0.5
@@ -121,27 +120,26 @@ def straggler(seed: int | None = None) -> Case:
     if is_text:
         shards[rank] = [json.dumps(sequence.tolist()) for sequence in shards[rank]]
     result = run(jobs.straggler, shards, world_size=P, device="cpu")
-    causes = ["a rank reads text", "a rank has longer sequences"]
-    innocent = [f"reading takes {_ms(result, 'data')} ms", f"all have {usual} tokens"]
     text = f"""
-    - {causes[not is_text]}
-    - {causes[is_text]}: {innocent[is_text]}
+    - a rank has longer sequences: all have {usual} tokens
+    - a rank reads text: reading takes {_ms(result, "data")} ms
     - the core of a rank is slow: {steps} times {tokens} tokens take {_ms(result, "compute")} ms
     - a rank sends more: each sends {result.bytes_sent[0]} bytes
     - a rank has more sequences: each has {steps}
     - the first step is slow, as always: it is one of {steps}, and all are alike
     rank: is not the last: ranks 0 to {P - 1} work for {_ms(result, "data", "compute")} ms
     line: takes as long on the other ranks, or next to no time
-    solved: {causes[not is_text]}, rank {rank}, and in each step all others wait for it
+    solved: rank {rank} is the last, and in each step all others wait for it
     """
     clues = {"run": result, "lengths": lengths}
     line = "json.loads" if is_text else "rnn(sequence"
-    return case_of(jobs.straggler, P, drawn, text, clues, rank=rank, line=line)
+    answer = {"rank": rank, "line": line}
+    return case_of(jobs.straggler, P, drawn, text, clues, right=int(is_text), **answer)
 
 
 def divisor(seed: int | None = None) -> Case:
     """Clues: ``recipe``; ``losses`` by step; ``lengths`` of gradients in step 0."""
-    seed, drawn = _seeded(seed)
+    seed, drawn = seeded(seed)
     P, parts = drawn.randint(2, 4), drawn.randint(2, 3)
     size, steps = 4, 12
     counts = {"micro_batches": parts, "ranks": P}
@@ -186,7 +184,7 @@ def divisor(seed: int | None = None) -> Case:
 
 def sampler(seed: int | None = None) -> Case:
     """Clues: ``size``; ``read`` {rank: numbers by epoch}; how many are ``seen`` in each epoch."""
-    seed, drawn = _seeded(seed)
+    seed, drawn = seeded(seed)
     P, epochs = drawn.randint(3, 4), 3
     size = 24 * P
     rank = drawn.randrange(P)
@@ -215,7 +213,7 @@ def sampler(seed: int | None = None) -> Case:
 
 def buffers(seed: int | None = None) -> Case:
     """Clues, by rank: ``accuracy``, ``losses``, and the ``checksums`` of the last step."""
-    seed, drawn = _seeded(seed)
+    seed, drawn = seeded(seed)
     P, steps, size = 3, 30, 40
     rank, other = drawn.sample(range(P), 2)
     digits = load_dataset("digits")
@@ -249,12 +247,13 @@ def buffers(seed: int | None = None) -> Case:
     """
     clues = {"accuracy": accuracy, "losses": losses, "checksums": checksums}
     answer = {"rank": rank, "buffer": "1.running_mean", "line": "model(x)"}
-    return case_of(jobs.buffers, P, drawn, text, clues, **answer)
+    choices = {"buffer": list(model.state_dict())}
+    return case_of(jobs.buffers, P, drawn, text, clues, choices, **answer)
 
 
 def link(seed: int | None = None) -> Case:
     """Clues: ``ms`` of single messages, {(from, to, bytes): ms}; the ``run``."""
-    _, drawn = _seeded(seed)
+    _, drawn = seeded(seed)
     P, steps, few, many = 4, 3, 4, 400_000
     first = drawn.randrange(P)
     is_late = drawn.random() < 0.5
@@ -296,12 +295,6 @@ def _over_slow_link(
     comm.transport.shares_memory = False
     jobs.link(comm, torch.rand(100_000), steps)
     return jobs.probe(comm, sizes)
-
-
-def _seeded(seed: int | None) -> tuple[int, random.Random]:
-    if seed is None:
-        seed = new_seed()
-    return seed, random.Random(seed)
 
 
 def _logs(result: RunResult, key: str) -> dict[int, list[Any]]:
