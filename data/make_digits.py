@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from labkit.files import write_atomically
+from labkit.engine.files import write_atomically
 from sklearn.datasets import load_digits
 
 import labkit
