@@ -9,10 +9,10 @@ import struct
 from pathlib import Path
 
 import numpy as np
-from labkit.engine.files import write_atomically
 from sklearn.datasets import load_digits
 
 import labkit
+from labkit.engine.files import write_atomically
 
 TEST_PER_CLASS = 36
 
