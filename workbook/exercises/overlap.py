@@ -57,7 +57,20 @@ def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong 
     if agree(starts, expected):
         return None
     text = f"the starts, each with the number of gradients that are there, are {starts}"
-    return Wrong(f"{text}, expected {expected}")
+    text += f", expected {expected}"
+    started = [b for b, _ in starts]
+    in_turn = [b for b, _ in expected]
+    if sorted(map(str, started)) != sorted(set(map(str, started))):
+        text += ": a bucket is started more than once"
+    elif started != in_turn and sorted(map(str, started)) == sorted(map(str, in_turn)):
+        text += ": a bucket that is full waits for those before it"
+    elif started == in_turn[: len(started)] and all(map(_late, starts, expected)):
+        text += ": with one gradient several buckets may have to start"
+    return Wrong(text)
+
+
+def _late(start: list[int], expected: list[int]) -> bool:
+    return start[1] >= expected[1]
 
 
 def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
@@ -111,8 +124,15 @@ def _parameters() -> list[nn.Parameter]:
     return [nn.Parameter(random_tensor(30 + i, *s) / 2) for i, s in enumerate(_SHAPES)]
 
 
-def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
+def _flat(tensors: Sequence[Tensor] | dict[int, Tensor], bucket: Sequence[int]) -> Tensor:
     return torch.cat([tensors[index].flatten() for index in bucket])
+
+
+def _in_other_order(bucket: Sequence[int], flat: Tensor) -> Tensor:
+    """What the parameters of a bucket get if ``flat`` is cut as if their order were ascending."""
+    numels = {index: torch.Size(_SHAPES[index]).numel() for index in sorted(bucket)}
+    pieces = dict(zip(numels, flat.split(list(numels.values()))))
+    return _flat(pieces, bucket)
 
 
 def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -150,8 +170,12 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
         if not agree(gradient, expected):
             text = f"the gradients of parameters {bucket} are {beside(gradient, expected)}"
             parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
-            if factors := made_of(gradient * batch_size, parts):
+            if agree(gradient, total):
+                text += f": they are not divided by {batch_size} after the wait"
+            elif factors := made_of(gradient * batch_size, parts):
                 text += f": they are ({in_words(factors)}) / {batch_size}"
+            elif agree(gradient, _in_other_order(bucket, expected)):
+                text += f": in flats they lie in the order {bucket}"
             return Wrong(text)
     return None
 
@@ -243,10 +267,14 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
         return "no gradient is computed: call loss.backward()"
     if sizes != _ELEMENTS:
         text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
-        for b, size in enumerate(_ELEMENTS):
-            if size not in sizes:
-                return f"{text}: bucket {b} is not started, and a gradient may never come"
-        return text
+        missing = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
+        if len(sizes) > len(_ELEMENTS):
+            return f"{text}: each bucket is one all-reduce"
+        if missing and len(sizes) < len(_ELEMENTS):
+            return f"{text}: bucket {missing[0]} is not started, and a gradient may never come"
+        if missing:
+            return f"{text}: in bucket {missing[0]} a gradient that did not come counts as zeros"
+        return f"{text}: a bucket that is full waits for those before it"
     moments = _start_moments(_BUCKETS, came)
     # Where a gradient never comes, a bucket starts when backward is over.
     moments += [last] * (len(starts) - len(moments))

@@ -209,6 +209,10 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
                     f"{text}and {order}, but messages arrive in the order in which they are sent"
                 )
     for stage, stream in enumerate(streams):
+        for place, action in enumerate(stream):
+            forward = Action("forward", action.micro_batch)
+            if action.kind == "backward" and forward not in stream[:place]:
+                return f"stage {stage} runs {_listed(stream)}: {action} needs {forward} before it"
         expected = list(schedules.one_f_one_b(stage, len(streams), M))
         if [action.kind for action in stream] != [action.kind for action in expected]:
             text = f"stage {stage} runs {_listed(stream)}: "
