@@ -64,13 +64,9 @@ def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong 
         text += ": a bucket is started more than once"
     elif started != in_turn and sorted(map(str, started)) == sorted(map(str, in_turn)):
         text += ": a bucket that is full waits for those before it"
-    elif started == in_turn[: len(started)] and all(map(_late, starts, expected)):
+    elif started == in_turn[: len(started)] and starts[-1:] > expected[len(starts) - 1 :][:1]:
         text += ": with one gradient several buckets may have to start"
     return Wrong(text)
-
-
-def _late(start: list[int], expected: list[int]) -> bool:
-    return start[1] >= expected[1]
 
 
 def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
@@ -124,15 +120,8 @@ def _parameters() -> list[nn.Parameter]:
     return [nn.Parameter(random_tensor(30 + i, *s) / 2) for i, s in enumerate(_SHAPES)]
 
 
-def _flat(tensors: Sequence[Tensor] | dict[int, Tensor], bucket: Sequence[int]) -> Tensor:
+def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
     return torch.cat([tensors[index].flatten() for index in bucket])
-
-
-def _in_other_order(bucket: Sequence[int], flat: Tensor) -> Tensor:
-    """What the parameters of a bucket get if ``flat`` is cut as if their order were ascending."""
-    numels = {index: torch.Size(_SHAPES[index]).numel() for index in sorted(bucket)}
-    pieces = dict(zip(numels, flat.split(list(numels.values()))))
-    return _flat(pieces, bucket)
 
 
 def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -174,8 +163,6 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
                 text += f": they are not divided by {batch_size} after the wait"
             elif factors := made_of(gradient * batch_size, parts):
                 text += f": they are ({in_words(factors)}) / {batch_size}"
-            elif agree(gradient, _in_other_order(bucket, expected)):
-                text += f": in flats they lie in the order {bucket}"
             return Wrong(text)
     return None
 

@@ -185,7 +185,10 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
 def _basis(exercise: Exercise, case: Case, wrong: _Part) -> dict[str, Tensor | None]:
     """The parts of which a wrong value may be made, by name, each in one row."""
     if exercise.parts:
-        return {name: _flat(part) for name, part in exercise.parts(case).items()}
+        parts = {name: _flat(part) for name, part in exercise.parts(case).items()}
+        if exercise.chunked:
+            parts = {k: _pieces(exercise, case, part)[wrong.index] for k, part in parts.items()}
+        return parts
     basis: dict[str, Tensor | None] = {}
     for rank in range(case.world_size):
         for index, piece in enumerate(_input_pieces(exercise, case, rank)):
@@ -239,4 +242,5 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
 
 def in_words(factors: Mapping[str, float]) -> str:
     """``0.5 x rank 0 + rank 2``."""
-    return " + ".join(name if x == 1 else f"{x:.3g} x {name}" for name, x in factors.items())
+    summands = [name if x == 1 else f"{x:.3g} x {name}" for name, x in factors.items()]
+    return " + ".join(summands).replace(" + -", " - ")
