@@ -177,12 +177,6 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
         "the scale doubles with the update that makes good equal to patience": (
             lambda update, *given: update(*given[:-1], given[-1] + 1)
         ),
-        "gradient has the scale that the function was given, before it doubles": (
-            lambda update, w, g, scale, good, lr, patience: [
-                update(w, g, scale, good, lr * (0.5 if good + 1 >= patience else 1), patience)[0],
-                *update(w, g, scale, good, lr, patience)[1:],
-            ]
-        ),
     },
 )
 def loss_scaling(
