@@ -194,6 +194,13 @@ def test_a_fit_tells_how_often_each_part_is_in_a_value():
     value = basis["rank 0"] + 2 * basis["rank 3"]
     assert in_words(made_of(value, basis)) == "rank 0 + 2 x rank 3"
     assert in_words(made_of(value / 2, basis)) == "0.5 x rank 0 + rank 3"
+    # A small part has its own factor, and parts that are multiples of each other have none.
+    small = basis | {"rank 1": 0.01 * basis["rank 1"]}
+    assert in_words(made_of(value + 0.1 * small["rank 1"], small)) == (
+        "rank 0 + 0.1 x rank 1 + 2 x rank 3"
+    )
+    assert made_of(value, basis | {"rank 4": 3 * basis["rank 3"]}) == {}
+    assert made_of(value * float("nan"), basis) == {}
     assert made_of(torch.rand(24), basis) == {}
     assert made_of(value[:2], basis) == {}
     said = NAIVE(lambda comm, tensor: comm.barrier(), world_sizes=(3,)).notes[0]

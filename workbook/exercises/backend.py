@@ -16,6 +16,7 @@ from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader import Case, Check, Wrong
 from workbook.exercises.grader.compare import agree, beside, kind_of, short
 from workbook.exercises.grader.exercise import DRAWN, Found, random_tensor, with_parameters
+from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
 
 # How long a future may take to complete.
@@ -125,7 +126,13 @@ def _wrong_collectives(group: Any, rank: int, case: Case) -> list[str]:
         for i, (tensor, expected_tensor) in enumerate(zip(tensors, expected)):
             if not agree(tensor, expected_tensor):
                 element = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
-                problems.append(f"{element} after {name} is {beside(tensor, expected_tensor)}")
+                text = f"{element} after {name} is {beside(tensor, expected_tensor)}"
+                factors = made_of(tensor, {"the expected values": expected_tensor})
+                if not gathers and agree(tensor, (first_by_rank, second_by_rank)[i][rank]):
+                    text += ": it has not changed"
+                elif factors and set(factors.values()) != {1}:
+                    text += f": it is {in_words(factors)}"
+                problems.append(text)
         if problems:
             continue
         if fault := _wrong_future(work, tensors[:P] if gathers else tensors):

@@ -71,6 +71,13 @@ def _forgetful(rank: int, case: Case) -> list[Tensor]:
     return [total, gradient - _largest(gradient, k)]
 
 
+def _overwritten(rank: int, case: Case) -> list[Tensor]:
+    total = torch.zeros(case.size)
+    for sent in (_sent(r, case) for r in range(case.world_size)):
+        total = torch.where(sent != 0, sent, total)
+    return [total, _corrected(rank, case) - _sent(rank, case)]
+
+
 def _parts(case: Case) -> dict[str, Tensor]:
     ranks = range(case.world_size)
     parts = {f"what rank {rank} sends": _sent(rank, case) for rank in ranks}
@@ -90,7 +97,10 @@ top_k = Check(
     keeps=("gradient", "residual"),
     # Of each element a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _k(case) * (case.world_size - 1)),
-    mistakes={"the old residual was not added to the gradient": _forgetful},
+    mistakes={
+        "the old residual was not added to the gradient": _forgetful,
+        "where ranks send the same place, their values add up": _overwritten,
+    },
     parts=_parts,
     sizes=(12, 7),
 )

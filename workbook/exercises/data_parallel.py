@@ -25,7 +25,8 @@ def _facts(module: nn.Module) -> dict[str, Any]:
     """The facts that a replica has in common with its model, by name."""
     facts: dict[str, Any] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        facts[name] = (type(tensor), tensor.dtype, tensor.requires_grad, tensor.tolist())
+        facts[name] = (type(tensor), tensor.dtype, tensor.tolist())
+        facts[f"the requires_grad of {name}"] = tensor.requires_grad
     facts["its mode, train or eval"] = [layer.training for layer in module.modules()]
     return facts
 
@@ -35,9 +36,10 @@ def replicate(fn: Callable, num_devices: int) -> Wrong | None:
     """Grade ``fn(model, num_devices)``: a list of ``model`` itself and independent copies."""
     layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = with_parameters(layers, seed=5)
-    # With buffers, a frozen parameter, and a gradient from an earlier step.
+    # With buffers, a frozen parameter, a layer in eval mode, and a gradient of an earlier step.
     model(random_tensor(6, 8, 3)).sum().backward()
     model[0].bias.requires_grad_(False)
+    model[1].eval()
     before = _facts(model)
     returned = fn(model, num_devices)
     replicas = [returned]
@@ -124,8 +126,9 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
     ``outputs`` are [n_i, classes] by device, ``targets`` [n]. Expected are the mean cross-entropy
     over all n samples and, by device, its gradient. None may run on into the replicas.
     """
-    leaves = [torch.randn(n, 3, requires_grad=True) for n in samples]
-    targets = torch.arange(sum(samples)) * 2 % 3
+    n = sum(samples)
+    leaves = [torch.randn(count, 3, requires_grad=True) for count in samples]
+    targets = torch.arange(n) * 2 % 3
     # One number stands for the parameters of a replica.
     replicas = [torch.ones((), requires_grad=True) for _ in samples]
     outputs = [leaf.detach() * replica for leaf, replica in zip(leaves, replicas)]
@@ -136,23 +139,30 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
         return Wrong("a gradient has run on into the replicas: detach the outputs first")
     loss = functional.cross_entropy(torch.cat(leaves), targets)
     expected = [loss.item(), *torch.autograd.grad(loss, leaves)]
-    local_losses = [*map(functional.cross_entropy, leaves, targets.split(samples))]
-    loss = torch.stack(local_losses).mean()
-    of_means = [loss.item(), *torch.autograd.grad(loss, leaves)]
+    local_losses = torch.stack([*map(functional.cross_entropy, leaves, targets.split(samples))])
+    mistakes = {}
+    for name, loss in (
+        ("the sum over the samples", functional.cross_entropy(torch.cat(leaves), targets) * n),
+        ("the mean of the devices' own means", local_losses.mean()),
+        ("the sum of the devices' own means", local_losses.sum()),
+    ):
+        mistakes[name] = [loss.item(), *torch.autograd.grad(loss, leaves, retain_graph=True)]
     loss, gradients = returned
     values = [loss, *gradients] if isinstance(gradients, list) else [loss, gradients]
     if kind := other_kind(values[1:], expected[1:]):
         return Wrong(f"what the function returns beside the loss: {kind}")
-    for index, (value, right, mean) in enumerate(zip(values, expected, of_means)):
+    for index, (value, right) in enumerate(zip(values, expected)):
         if agree(value, right):
             continue
         name = f"the gradient of device {index - 1}" if index else "the loss"
-        difference = other_kind(value, right)
-        if not difference:
-            difference = f"it is {beside(value, right)}"
-            if agree(value, mean):
-                difference += "; it belongs to the mean of the devices' own means"
-        return Wrong(f"{name}: {difference}")
+        if kind := other_kind(value, right):
+            return Wrong(f"{name}: {kind}")
+        text = f"{name}: it is {beside(value, right)}"
+        for mistake, wrong in mistakes.items():
+            if agree(values[index:], wrong[index:]):
+                text += f"; it belongs to {mistake}"
+                break
+        return Wrong(text)
     return None
 
 
@@ -198,5 +208,9 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
             holders = [str(device) for device, letter in enumerate(word) if letter == "y"]
             text = f"parameter {index} has a gradient on "
             text += f"devices {', '.join(holders)}" if holders else "no device"
-            return Wrong(f"{text}: its sum is {beside(value, total)}")
+            text += f": its sum is {beside(value, total)}"
+            for count in {len(holders), len(by_device)} - {0, 1}:
+                if value is not None and agree(count * torch.as_tensor(value), total):
+                    text += f": that is the mean, the sum over {count}"
+            return Wrong(text)
     return None

@@ -128,13 +128,21 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
         parameter.register_post_accumulate_grad_hook(lambda _, i=i: accumulated.append(i))
     returned = fn(list(parameters), ready)
     handles = list(returned) if isinstance(returned, Iterable) else [returned]
+    if reported:
+        return Wrong("ready was called before any backward: a hook is a function that calls it")
     if not all(hasattr(handle, "remove") for handle in handles):
         return Wrong(f"the function returned {short(returned)}: return the list of the handles")
     for backward in ("first", "second"):
         _run_backward(parameters, branches)
         if reported != accumulated:
             text = f"in the {backward} backward ready was called for {reported}, and the gradients"
-            return Wrong(f"{text} of {accumulated} came")
+            text += f" of {accumulated} came"
+            if set(reported) == {len(shapes) - 1}:
+                text += (
+                    ": a hook reads the loop's variable when backward runs, and then it has its "
+                    "last value. Bind it for each hook, as in lambda _, i=i: ready(i)"
+                )
+            return Wrong(text)
         if delayed:
             return Wrong(delayed[0])
         reported.clear()
@@ -158,14 +166,23 @@ def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
     out.sum().backward()
 
 
-# Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself.
+# Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself. In the first
+# two the last bucket is exactly full, and none follows it.
 @solved(
+    ([4, 6], 12, 10),
+    ([5, 7, 6, 4], 12, 10),
     more=lambda random: [
         (random.choices(range(1, 9), k=count), random.randint(12, 20), random.randint(9, 11))
         for count in range(1, 13)
     ],
     mistakes={
         "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
+        "a bucket that holds exactly its cap is full": (
+            lambda rule, sizes, cap, first_cap: rule(sizes, cap + 1, first_cap + 1)
+        ),
+        "the last parameter comes first, as in backward": lambda rule, sizes, *caps: [
+            [len(sizes) - 1 - index for index in bucket] for bucket in rule(sizes[::-1], *caps)
+        ],
     },
 )
 def buckets(sizes_bytes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,10 +91,20 @@ def _backward(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None]:
     return [parameter.grad for parameter in layers.parameters()]
 
 
-def _gradients(rank: int, case: Case) -> list[Tensor | None]:
-    """The gradients of a stage on one device."""
+def _gradients(rank: int, case: Case, sends: str = "") -> list[Tensor | None]:
+    """The gradients of a stage on one device, or where each stage ``sends`` something else."""
     stages = _stages(case.world_size)
-    stages(_given(0, case)).square().mean().backward()
+    tensors = [_given(0, case)]
+    for stage in stages:
+        tensors.append(stage(tensors[-1]))
+    loss = tensors[-1].square().mean()
+    if sends and rank < case.world_size - 1:
+        gradient = torch.ones_like(tensors[-1])
+        if sends == "what came":
+            (gradient,) = torch.autograd.grad(loss, tensors[-2], retain_graph=True)
+        tensors[rank + 1].backward(gradient)
+    else:
+        loss.backward()
     return [parameter.grad for parameter in stages[rank].parameters()]
 
 
@@ -117,6 +128,12 @@ backward = _check(
     signature="comm, entering, leaving",
     call=_backward,
     target=partial(_target, -1),
+    mistakes={
+        "leaving.backward() takes the gradient that was received": partial(_gradients, sends="1"),
+        "a stage sends on the gradient of what entered it, not the one that it received": (
+            partial(_gradients, sends="what came")
+        ),
+    },
 )
 
 
@@ -147,7 +164,8 @@ def _gradients_on(rank: int, tower: nn.Module, head: nn.Module) -> list[Tensor |
     return [parameter.grad for parameter in parameters]
 
 
-def _branches(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wrong:
+def _branches(fn: Callable, comm: Comm, case: Case) -> list[Any]:
+    """The gradients on a rank, and a sentence on tower 0 where the others wait for it."""
     towers, head = _network(comm.world_size)
     tower = towers[comm.rank]
     calls_before = list[int]()  # before the tower's forward, and before its backward
@@ -161,13 +179,12 @@ def _branches(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None] | Wro
     fn(comm, tower, None if comm.rank else head, *_batch(case))
     calls = comm.operations - start
     # Forward before all calls, backward after them: the towers run at the same time.
+    late = None
     if len(calls_before) == 2 and comm.rank == 0 and calls_before != [0, calls]:
         forward, backward = calls_before
-        text = f"tower 0 goes forward after {forward} and backward after {backward} of rank 0's"
-        return Wrong(
-            f"{text} {calls} calls of comm, expected 0 and {calls}: the other towers wait for it"
-        )
-    return _gradients_on(comm.rank, tower, head)
+        late = f"tower 0 goes forward after {forward} and backward after {backward} of rank 0's"
+        late += f" {calls} calls of comm, expected 0 and {calls}: the other towers wait for it"
+    return [*_gradients_on(comm.rank, tower, head), late]
 
 
 def _branch_target(rank: int, case: Case) -> Target:
@@ -180,8 +197,9 @@ def _branch_target(rank: int, case: Case) -> Target:
 # The loss is cross_entropy(head(the sum of all towers' outputs), targets).
 branches = _check(
     "hops.branches",
-    _branch_gradients,
+    lambda rank, case: [*_branch_gradients(rank, case), None],
     signature="comm, tower, head, inputs, targets",
     call=_branches,
+    rule=lambda case, ranks: ranks[0].value[-1],
     target=_branch_target,
 )

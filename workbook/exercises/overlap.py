@@ -57,7 +57,16 @@ def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong 
     if agree(starts, expected):
         return None
     text = f"the starts, each with the number of gradients that are there, are {starts}"
-    return Wrong(f"{text}, expected {expected}")
+    text += f", expected {expected}"
+    started = [b for b, _ in starts]
+    in_turn = [b for b, _ in expected]
+    if sorted(map(str, started)) != sorted(set(map(str, started))):
+        text += ": a bucket is started more than once"
+    elif started != in_turn and sorted(map(str, started)) == sorted(map(str, in_turn)):
+        text += ": a bucket that is full waits for those before it"
+    elif started == in_turn[: len(started)] and starts[-1:] > expected[len(starts) - 1 :][:1]:
+        text += ": with one gradient several buckets may have to start"
+    return Wrong(text)
 
 
 def _start_moments(buckets: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
@@ -150,7 +159,9 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
         if not agree(gradient, expected):
             text = f"the gradients of parameters {bucket} are {beside(gradient, expected)}"
             parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
-            if factors := made_of(gradient * batch_size, parts):
+            if agree(gradient, total):
+                text += f": they are not divided by {batch_size} after the wait"
+            elif factors := made_of(gradient * batch_size, parts):
                 text += f": they are ({in_words(factors)}) / {batch_size}"
             return Wrong(text)
     return None
@@ -243,10 +254,14 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
         return "no gradient is computed: call loss.backward()"
     if sizes != _ELEMENTS:
         text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
-        for b, size in enumerate(_ELEMENTS):
-            if size not in sizes:
-                return f"{text}: bucket {b} is not started, and a gradient may never come"
-        return text
+        missing = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
+        if len(sizes) > len(_ELEMENTS):
+            return f"{text}: each bucket is one all-reduce"
+        if missing and len(sizes) < len(_ELEMENTS):
+            return f"{text}: bucket {missing[0]} is not started, and a gradient may never come"
+        if missing:
+            return f"{text}: in bucket {missing[0]} a gradient that did not come counts as zeros"
+        return f"{text}: a bucket that is full waits for those before it"
     moments = _start_moments(_BUCKETS, came)
     # Where a gradient never comes, a bucket starts when backward is over.
     moments += [last] * (len(starts) - len(moments))

@@ -22,6 +22,7 @@ from labkit.units import format_count
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.compare import agree, beside
 from workbook.exercises.grader.exercise import Found, same_bits
+from workbook.exercises.grader.judge_values import in_words, made_of
 from workbook.exercises.ring import ring_target
 
 LR = 0.1
@@ -111,8 +112,17 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
         by_order.append(expected)
     if agree(values[0], _start(case)):
         return "the values of rank 0 have not changed: write into them (-=, sub_, copy_)"
-    pair = beside([value[:3] for value in values], [value[:3] for value in by_order[0]])
-    return f"the ranks hold {pair} (first elements), or so by another order of the workers"
+    parts = {"v": _start(case)}
+    for worker in workers:
+        parts[f"the update of g_{worker}"] = -LR * case.tensor(worker)
+    for rank, (value, expected) in enumerate(zip(values, by_order[0])):
+        if not agree(value, expected, summands):
+            factors = made_of(value, parts)
+            if not factors:
+                return f"rank {rank} holds {beside(value, expected)}"
+            pair = f"{in_words(factors)}, expected {in_words(made_of(expected, parts))}"
+            return f"rank {rank} holds {pair}, or so by another order of the workers"
+    return None
 
 
 # For each worker, in any order: receive [N], ``values -= 0.1 * gradient``, send ``values``.
@@ -171,6 +181,7 @@ shards = Check(
     inputs=lambda rank, case: (case.tensor(rank), _start(case), BATCH_SIZE),
     signature="comm, gradient, values, batch_size",
     written=1,
+    chunked=True,
     target=lambda rank, case: ring_target(case.size, 4, rank, case),
     rule=same_bits,
     parts=partial(_parts, 0),

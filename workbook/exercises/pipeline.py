@@ -209,6 +209,10 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
                     f"{text}and {order}, but messages arrive in the order in which they are sent"
                 )
     for stage, stream in enumerate(streams):
+        for place, action in enumerate(stream):
+            forward = Action("forward", action.micro_batch)
+            if action.kind == "backward" and forward not in stream[:place]:
+                return f"stage {stage} runs {_listed(stream)}: {action} needs {forward} before it"
         expected = list(schedules.one_f_one_b(stage, len(streams), M))
         if [action.kind for action in stream] != [action.kind for action in expected]:
             text = f"stage {stage} runs {_listed(stream)}: "
@@ -257,7 +261,21 @@ def bubble(
     share = fit(fn(slots), 0.0)
     if agree(share, expected):
         return None
-    return Wrong(f"the function returned {beside(share, expected)}")
+    text = f"the function returned {beside(share, expected)}"
+    step_s = max(slot.end_s for slot in slots) - start_s
+    mistakes = {
+        "the busy share": 1 - expected,
+        "idle time over busy time": expected / (1 - expected),
+        "the idle seconds, not a share": expected * P * step_s,
+        "the idle share where the step begins at second 0": (
+            1 - (1 - expected) * step_s / (start_s + step_s)
+        ),
+        "a formula for stages that are equally fast": (P - 1) / (M + P - 1),
+    }
+    for name, wrong in mistakes.items():
+        if agree(share, wrong):
+            return Wrong(f"{text}: that is {name}")
+    return Wrong(text)
 
 
 # M -> the schedule with which a stream is made.
@@ -338,12 +356,14 @@ def _layers(rank: int) -> nn.Sequential:
     return with_parameters(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), 31 + rank)
 
 
-def _alone(rank: int, case: Case, weighs: bool = True) -> list[Tensor | None]:
+def _alone(
+    rank: int, case: Case, weighs: bool = True, factor: Callable[[Case], float] = lambda case: 1
+) -> list[Tensor | None]:
     """The gradients of one device."""
     layers = nn.Sequential(*map(_layers, range(case.world_size)))
     for inputs, targets, weight in _micro_batches(case):
         loss = functional.cross_entropy(layers(inputs), targets)
-        (weight * loss if weighs else loss).backward()
+        (loss * (weight if weighs else factor(case))).backward()
     return [parameter.grad for parameter in layers[rank].parameters()]
 
 
@@ -368,7 +388,10 @@ step = _check(
     signature="comm, layers, stream, micro_batches",
     call=_step,
     mistakes={
-        "the loss of a micro-batch is not multiplied by its weight": partial(_alone, weighs=False)
+        "the loss of a micro-batch is not multiplied by its weight": partial(_alone, weighs=False),
+        "the weight of a micro-batch is its share of the samples, not 1 / M": (
+            partial(_alone, weighs=False, factor=lambda case: 1 / case.size)
+        ),
     },
     sizes=tuple(_STREAMS),
     nouns=("stage", "micro-batch"),

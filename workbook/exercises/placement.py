@@ -34,6 +34,9 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
         "no gradient crosses where all layers before the cut are frozen": (
             lambda crossing, shapes, n, points, frozen: crossing(shapes, n, points, 0)
         ),
+        "a gradient of as many bytes comes back": (
+            lambda crossing, shapes, n, points, _: crossing(shapes, n, points, len(shapes))
+        ),
     },
 )
 def bytes_over_cuts(
@@ -90,6 +93,15 @@ _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
                 step(profile, points, link) - len(points) * link.alpha_s
             )
         ),
+        "a gradient comes back over each cut": lambda step, profile, points, link: (
+            (step(profile, points, link) + step(profile, (), link)) / 2
+        ),
+        "the stages wait for each other, so the times of all layers add up": (
+            lambda step, profile, points, link: (
+                step(profile, points, link)
+                - step(profile, (), link) * len(points) / (len(points) + 1)
+            )
+        ),
     },
 )
 def step_seconds(profile: Profile, split_points: Points, link: Link) -> float:
@@ -131,7 +143,7 @@ def best_cuts(
     except ValueError as error:
         return Wrong(f"{text}: {error}")
     if len(points) >= max_stages:
-        return Wrong(f"{text}, which makes {len(points) + 1} stages")
+        return Wrong(f"{text}, which makes {len(points) + 1} stages: one more than the cuts")
     split = predict_split(profile, points, link)
     largest = max(split.memory_bytes)
     if largest > cap_bytes:

@@ -39,6 +39,18 @@ Event = tuple[str, int]
         "one version is stored for all workers, but each pulls at a different time": (
             lambda staleness, events: staleness([(kind, 0) for kind, _ in events])
         ),
+        "a push is not late by its own update": (
+            lambda staleness, events: [late + 1 for late in staleness(events)]
+        ),
+        "a push brings no new parameters to its worker, only a pull does": (
+            lambda staleness, events: staleness(
+                [
+                    (kind, worker)
+                    for event, worker in events
+                    for kind in ([event, "pull"] if event == "push" else [event])
+                ]
+            )
+        ),
     },
 )
 def bookkeeping(events: Sequence[Event]) -> list[int]:
@@ -71,6 +83,9 @@ def bookkeeping(events: Sequence[Event]) -> list[int]:
         ),
         "the pushing worker has finished its gradient: only the others still have to push": (
             lambda may, w, V, pulled, bound: may(0, V, pulled, bound)
+        ),
+        "the others have to be in time after this push, when the version is V + 1": (
+            lambda may, w, V, pulled, bound: may(w, V - 1, pulled, bound)
         ),
     },
 )
@@ -141,13 +156,15 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     _, end = values[0]
     expected = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
     if end != expected:
-        text = f"the parameters end as {end}, expected {expected}: each push subtracts its "
+        text = f"the parameters end as {beside(end, expected)}: each push subtracts its "
         return f"{text}gradient once, in place"
     for worker in workers:
         elements = [pulled[worker - 1] for pulled in values[worker]]
         expected = [-plan.steps[worker] * (n + 1) for n in range(plan.pushes[worker])]
         if elements != expected:
             text = f"element {worker - 1} of what worker {worker} pulls is {elements}, expected "
+            if elements == [plan.steps[worker]] * plan.pushes[worker]:
+                return f"{text}{expected}: that is its gradient, not the parameters"
             return f"{text}{expected}: each answer holds the update before it"
     return None
 

@@ -40,10 +40,17 @@ def timer(fn: Callable, repeats: int) -> Wrong | None:
     if agree(median, expected):
         return None
     text = f"the function returned {beside(median, expected)} seconds, the median of the repeats"
-    if agree(median, statistics.median_high(timed)):
-        text += ": that is the higher of the two in the middle"
-    elif agree(median, statistics.median(seconds)):
-        text += ": that is the median with the warm-up in it"
+    mistakes = {
+        "the mean": statistics.mean(timed),
+        "the shortest": min(timed),
+        "the higher of the two in the middle": statistics.median_high(timed),
+        "the lower of the two in the middle": statistics.median_low(timed),
+        "the median with the warm-up in it": statistics.median(seconds),
+    }
+    for name, wrong in mistakes.items():
+        if agree(median, wrong):
+            text += f": that is {name}"
+            break
     return Wrong(text)
 
 
@@ -80,6 +87,9 @@ _MEMORIES = (
     mistakes={
         "the gradients are missing": lambda largest, p, s, k, m: largest(p, s - 1, k, m),
         "the optimizer's state is missing": lambda largest, p, s, k, m: largest(p, 0, k, m),
+        "a float32 number takes 4 bytes": (
+            lambda largest, p, s, k, m: int(largest(p, (2 + s) / 4 - 2, k, m))
+        ),
     },
 )
 def largest_batch(num_parameters: int, state: int, kept_bytes: int, memory_bytes: int) -> int:
@@ -119,7 +129,7 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     if max(sizes, default=0) > most:
         return Wrong(f"a micro-batch has {max(sizes)} samples, {most} at most fit")
     if sum(sizes) != n:
-        return Wrong(f"the model ran on micro-batches of {sizes} samples")
+        return Wrong(f"the model ran on {sum(sizes)} of {n} samples, in micro-batches of {sizes}")
     if "FF" in "".join(order):
         return Wrong("two micro-batches are kept: backward runs before the next forward")
     gradient = gradients_left([*layers.parameters()], [*_model().parameters()])
@@ -135,13 +145,19 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
         return None
     words = in_words(made_of(n * gradient, sums)) or short(n * gradient)
     expected = in_words(dict.fromkeys(sums, 1))
-    return Wrong(f"the gradient is ({words}) / {n}, expected ({expected}) / {n}")
+    text = f"the gradient is ({words}) / {n}, expected ({expected}) / {n}"
+    of_means = sum(total / size for total, size in zip(sums.values(), sizes))
+    if agree(gradient, of_means / len(sizes)):
+        text += ": that is the mean of the micro-batches' means"
+    elif agree(gradient, of_means):
+        text += ": that is the sum of the micro-batches' means"
+    return Wrong(text)
 
 
 # gradient, scale, good
 _UPDATES: tuple[tuple[list[float], float, int], ...] = (
     *(([4.0, -8.0, 2.0], 4.0, 0), ([4.0, inf, 2.0], 4.0, 1), ([4.0, -inf, inf], 4.0, 2)),
-    *(([nan, -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2)),
+    *(([nan, -8.0, 2.0], 1024.0, 1), ([4.0, -8.0, 2.0], 1024.0, 2), ([4.0, -inf, 2.0], 8.0, 1)),
     # Finite, though their sum is not; a scale below 1.
     *(([3e38, 2e38, 0.0], 8.0, 1), ([4.0, -8.0, inf], 0.25, 0), ([2.0, 1.0, -0.5], 0.25, 2)),
 )
@@ -153,6 +169,15 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
         (_WEIGHT, torch.tensor(gradient), scale, good, 0.5, 3)
         for gradient, scale, good in _UPDATES
     ),
+    mistakes={
+        "the true gradient is gradient / scale": lambda update, w, g, scale, *rest: [
+            update(w, g, 1.0, *rest)[0],
+            *update(w, g, scale, *rest)[1:],
+        ],
+        "the scale doubles with the update that makes good equal to patience": (
+            lambda update, *given: update(*given[:-1], given[-1] + 1)
+        ),
+    },
 )
 def loss_scaling(
     weight: Tensor, gradient: Tensor, scale: float, good: int, lr: float, patience: int

@@ -17,6 +17,10 @@ from workbook.exercises.grader import solved
         *((int(10 ** random.uniform(3.5, 7)), 2**power, 1e-3, 1e-8) for power in range(1, 11)),
         *((int(50_000 * random.uniform(3, 20)), 4, 50e-6, 1e-9) for _ in range(20)),
     ],
+    mistakes={
+        # With S bytes in each message the tree would never take longer.
+        "a message of the ring has S / P bytes, one of the tree S": lambda *_: "tree",
+    },
 )
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:
     """Grade ``fn(num_bytes, world_size, alpha_s, beta_s_per_byte)``: "tree" or "ring".

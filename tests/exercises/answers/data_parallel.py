@@ -88,6 +88,10 @@ ANSWERS = [
             lambda model, num_devices: [model] * num_devices,
             lambda model, num_devices: copies(model, num_devices + 1)[1:],
             lambda model, num_devices: [model, *map(copy.copy, [model] * (num_devices - 1))],
+            lambda model, num_devices: [
+                model,
+                *(c.train() for c in copies(model, num_devices)[1:]),
+            ],
         ],
         on=1,
     ),

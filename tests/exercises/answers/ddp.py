@@ -79,6 +79,14 @@ def ready_when_all_is_over(parameters, ready):
     ]
 
 
+def with_what_is_left(sizes, cap, first_cap):
+    """Also where nothing is left, since the last bucket is full."""
+    buckets = assign_buckets(sizes, cap, first_cap)
+    caps = [first_cap, *[cap] * len(buckets)]
+    is_full = sum(sizes[index] for index in buckets[-1]) >= caps[len(buckets) - 1]
+    return [*buckets, []] if is_full else buckets
+
+
 ANSWERS = [
     Answers(
         check.ddp.buckets,
@@ -86,6 +94,7 @@ ANSWERS = [
         [
             lambda sizes, cap, first_cap: assign_buckets(sizes, cap, cap),
             lambda *args: assign_buckets(*args)[:-1],
+            with_what_is_left,
             lambda sizes, cap: [],
         ],
     ),

@@ -3,6 +3,7 @@
 import torch
 from graded import Answers, ends
 
+from labkit import schedules
 from labkit.costs.pipeline_timeline import bubble, bubble_formula
 from labkit.schedules.pipeline import Action
 from labkit.strategies.hops import run_hop
@@ -61,6 +62,12 @@ def warms_up_for_four_stages(stage, P, M):
         if m + warm_up < M:
             yield Action("forward", m + warm_up)
         yield Action("backward", m)
+
+
+def last_backward_first(stage, num_stages, num_micro_batches):
+    """Before its forward."""
+    for kind, m, *_ in schedules.one_f_one_b(stage, num_stages, num_micro_batches):
+        yield kind, m if kind == "forward" else num_micro_batches - 1 - m
 
 
 def forwards_again(stage, P, M):
@@ -153,7 +160,7 @@ ANSWERS = [
     Answers(
         check.pipeline.one_f_one_b,
         [by_recursion, as_actions],
-        [warms_up_for_four_stages, forwards_again, 7],
+        [warms_up_for_four_stages, forwards_again, last_backward_first, 7],
     ),
     Answers(
         check.pipeline.zero_bubble,

@@ -1,6 +1,7 @@
 """Answers to ``check.step``."""
 
 from functools import partial
+from math import inf
 from statistics import median, median_high
 
 from graded import Answers
@@ -82,6 +83,7 @@ ANSWERS = [
             lambda w, g, *rest: scaled(w, g + 0 * g.sum(), *rest),
             partial(scaled, reset=None),
             lambda *given: scaled(*given[:-1], given[-1] + 1),
+            lambda w, g, *rest: scaled(w, g.nan_to_num(nan=inf, neginf=-1.0), *rest),
         ],
     ),
 ]

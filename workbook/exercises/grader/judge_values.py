@@ -160,15 +160,19 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
     if value is None or expected is None or value.shape != expected.shape:
         return f"it is {beside(wrong.value, wrong.expected)}"
     if not torch.isfinite(value).all():
+        given = _flat([x.double() for x in exercise.inputs(0, case) if isinstance(x, Tensor)])
+        if given is not None and not torch.isfinite(given).all():
+            return f"it is {beside(wrong.value, wrong.expected)}"
         return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
     basis = _basis(exercise, case, wrong)
     factors = made_of(value, basis)
     expected_factors = made_of(expected, basis)
-    if not expected_factors:
-        if multiple := made_of(value, {"the expected values": expected}):
-            return f"it is {in_words(multiple)}"
-    elif factors and factors != expected_factors:
+    if expected_factors and factors and factors != expected_factors:
         return f"it is {in_words(factors)}, expected {in_words(expected_factors)}"
+    if not expected_factors or not factors:
+        multiple = made_of(value, {"the expected values": expected})
+        if multiple and set(multiple.values()) != {1}:
+            return f"it is {in_words(multiple)}"
     first = 0
     if isinstance(wrong.expected, Tensor):
         alike = close(wrong.value, wrong.expected, wrong.summands)
@@ -181,7 +185,10 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
 def _basis(exercise: Exercise, case: Case, wrong: _Part) -> dict[str, Tensor | None]:
     """The parts of which a wrong value may be made, by name, each in one row."""
     if exercise.parts:
-        return {name: _flat(part) for name, part in exercise.parts(case).items()}
+        parts = {name: _flat(part) for name, part in exercise.parts(case).items()}
+        if exercise.chunked:
+            parts = {k: _pieces(exercise, case, part)[wrong.index] for k, part in parts.items()}
+        return parts
     basis: dict[str, Tensor | None] = {}
     for rank in range(case.world_size):
         for index, piece in enumerate(_input_pieces(exercise, case, rank)):
@@ -204,9 +211,10 @@ def _flat(value: Any) -> Tensor | None:
 
 def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, float]:
     """The factors by which the parts, [n], add up to a value, [n]; {} if there are none."""
-    parts = {
-        k: part for k, part in basis.items() if part is not None and part.shape == value.shape
-    }
+    parts = {}
+    for name, part in basis.items():
+        if part is not None and part.shape == value.shape and part.any():
+            parts[name] = part
     # A fit over as many parts as there are numbers would explain anything.
     if 2 * len(parts) > value.numel():
         parts = {name: part for name, part in parts.items() if not name.startswith("chunk")}
@@ -214,10 +222,17 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
         return {}
     matrix = torch.stack([part.double() for part in parts.values()], dim=1)
     target = value.detach().double().reshape(-1, 1)
-    solution = torch.linalg.lstsq(matrix, target).solution
+    if not torch.isfinite(torch.cat([matrix, target], dim=1)).all():
+        return {}
+    solution, _, rank, _ = torch.linalg.lstsq(matrix, target, rcond=1e-5)
+    if rank < len(parts):
+        return {}  # other factors would fit as well
     # Multiples of 1 / 12 where they fit: whole numbers, also divided by 2, 3 or 4 ranks.
     for rounded in ((solution * 12).round() / 12, (solution * 1000).round() / 1000):
         near = bool((matrix @ rounded - target).abs().max() <= _ROUNDED * target.abs().max())
+        # A part that is small beside the others does not show in the sum.
+        allowed = 2 * _ROUNDED * rounded.abs().clamp(0.25)
+        near &= bool(((solution - rounded).abs() <= allowed).all())
         factors = dict(zip(parts, rounded.flatten().tolist()))
         factors = {name: factor for name, factor in factors.items() if factor}
         if near and 0 < len(factors) <= _MOST_PARTS:
@@ -227,4 +242,5 @@ def made_of(value: Tensor, basis: Mapping[str, Tensor | None]) -> dict[str, floa
 
 def in_words(factors: Mapping[str, float]) -> str:
     """``0.5 x rank 0 + rank 2``."""
-    return " + ".join(name if x == 1 else f"{x:.3g} x {name}" for name, x in factors.items())
+    summands = [name if x == 1 else f"{x:.3g} x {name}" for name, x in factors.items()]
+    return " + ".join(summands).replace(" + -", " - ")
