@@ -197,7 +197,9 @@ cross_entropy = Check(
 @solved(
     *((2, 8, 6, 2, 4), (32, 64, 96, 4, 4), (1, 5, 12, 3, 8), (3, 4, 10, 1, 2)),
     mistakes={
-        "backward has as many all-reduces as forward": lambda count, *sizes: count(*sizes) // 2,
+        "half of it: two all-reduces forward and two backward, and each sends twice (P - 1) / P": (
+            lambda count, *sizes: count(*sizes) // 2
+        ),
         "in each of 2 (P - 1) steps a rank sends a P-th": (
             lambda count, *sizes: sizes[3] * count(*sizes)
         ),
