@@ -103,6 +103,13 @@ def newcomers_do_not_count(answers, last, now_s, patience_s, min_replicas):
     return quorum(answers, last, now_s, patience_s, min_replicas)
 
 
+def more_than_half_of_all(answers, last, now_s, patience_s, min_replicas):
+    formed = quorum(answers, [], now_s, patience_s, min_replicas)
+    if last and 2 * len(formed[0] + formed[1]) <= len(answers):
+        return [], []
+    return formed
+
+
 ANSWERS = [
     Answers(
         check.failures.interval,
@@ -115,6 +122,7 @@ ANSWERS = [
         [
             *(half_is_enough, newcomers_vote, old_answers_count, as_few_as_there_are),
             *(the_lost_may_lead, never_begins, late_by_no_time, newcomers_do_not_count),
+            more_than_half_of_all,
         ],
     ),
 ]
