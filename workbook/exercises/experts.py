@@ -52,23 +52,9 @@ def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | No
     if not torch.equal(experts, expected):
         return Wrong(_wrong_experts(logits, k, experts, expected))
     weights = weights.to(top.dtype)
-    if k == 1:
-        if torch.allclose(weights, torch.ones_like(weights)) and num_tokens:
-            return Wrong(
-                "a single expert has weight 1, whatever the router says: then the router gets no "
-                "gradient. Expected its probability"
-            )
-        if not torch.allclose(weights, top):
-            return Wrong(
-                f"the weight of token 0 is {short(weights[0, 0])}, expected {top[0, 0]:.4g}"
-            )
-        return None
-    if torch.allclose(weights, top) and num_tokens and k < num_experts:
-        return Wrong(
-            f"the weights of token 0 add up to {weights[0].sum():.3g}, expected 1: divide by the "
-            "sum of the chosen ones"
-        )
-    right = top / top.sum(dim=1, keepdim=True)
+    right = top
+    if k > 1:
+        right = top / top.sum(dim=1, keepdim=True)
     if not torch.allclose(weights, right, atol=1e-6):
         token = int((weights - right).abs().amax(dim=1).argmax())
         return Wrong(
@@ -94,6 +80,8 @@ def _weights_mistake(logits: Tensor, weights: Tensor, top: Tensor) -> str:
     """Why the weights are wrong, for likely mistakes; ``top``: the chosen probabilities."""
     highest = logits.topk(top.shape[1]).values
     mistakes = {
+        "weights of 1, whatever the router says, give it no gradient": torch.ones_like(top),
+        "divide by the sum of the chosen ones, so that they add up to 1": top,
         "these are logits, not probabilities": highest,
         "these are logits divided by their sum": highest / highest.sum(1)[:, None],
         "divide by the sum of the chosen probabilities, without another softmax": top.softmax(1),

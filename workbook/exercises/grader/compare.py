@@ -117,16 +117,12 @@ def other_kind(value: Any, expected: Any) -> str | None:
     expected_kind = kind_of(expected)
     if kind == expected_kind:
         return None
-    if are_few_numbers(value) and are_few_numbers(expected):
-        return f"it is {beside(value, expected)}"
+    if isinstance(value, list) and isinstance(expected, list):
+        entries = value + expected
+        few = len(entries) <= 2 * _MOST_SHOWN
+        if few and all(isinstance(entry, (int, float)) for entry in entries):
+            return f"it is {beside(value, expected)}"
     return f"it is {kind}, expected {expected_kind}"
-
-
-def are_few_numbers(value: Any) -> bool:
-    """Whether the value is a list of numbers that ``short`` shows from end to end."""
-    if not isinstance(value, list) or len(value) > _MOST_SHOWN:
-        return False
-    return all(isinstance(entry, (int, float)) for entry in value)
 
 
 def sorted_inside(value: Any) -> str:
