@@ -38,6 +38,20 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     assert drawn[0] != drawn[1], "others in each check"
 
 
+def test_a_wrong_value_is_told_by_its_factor_or_its_order():
+    product = solved((2, 3), (4, 5), (6, 7))(lambda a, b: a * b)
+    assert "in each case it is 0.5 times the expected" in repr(product(lambda a, b: a * b / 2))
+    assert "times" not in repr(product(lambda a, b: a * b + 1))
+    once = solved((2, 3), (2, 3))(lambda a, b: a * b)
+    assert "times" not in repr(once(lambda a, b: a * b / 2))
+    sides = solved((2, 3), (4, 5))(lambda a, b: {"sum": a + b, "both": [a, b]})
+    said = repr(sides(lambda a, b: {"both": [b, a], "sum": a + b}))
+    assert "in entry 'both': it is [3, 2], expected [2, 3]: the right values, but" in said
+    assert "a dict of 'sum', expected a dict of 'both', 'sum'" in repr(
+        sides(lambda *_: {"sum": 5})
+    )
+
+
 def test_a_sum_of_products_may_be_rounded_in_another_order():
     """Also where an input, which has the shape of the sum, is nearly zero."""
     column = check.tensor_parallel.column

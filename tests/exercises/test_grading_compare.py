@@ -1,6 +1,6 @@
 """Right values in other clothes are equal; almost right ones are not."""
 
-from collections import deque
+from collections import defaultdict, deque
 from decimal import Decimal
 from fractions import Fraction
 
@@ -25,6 +25,7 @@ ROW = torch.tensor([1.0, 2.0, 3.0])
         (range(3), [0, 1, 2]),
         (deque([0, 1]), (0, 1)),
         ({0: "a", 1: "b"}.keys(), [0, 1]),
+        (defaultdict(list, {"dp": [(0, 1), torch.tensor([2, 3])]}), {"dp": [[0, 1], [2, 3]]}),
         (np.int64(3), 3),
         (torch.tensor([3.0]), 3),
         (Fraction(1, 2), 0.5),
@@ -48,6 +49,8 @@ def test_clothes_do_not_count(value, expected):
         (None, 0),
         ([1, 2], [2, 1]),
         ([1, 2], [1, None]),
+        ({"dp": [0]}, {"dp": [0], "tp": [0]}),
+        ({"dp": [0]}, {"dp": [1]}),
         (0.1 + 1e-5, 0.1),
         (torch.nan, 1.0),
     ],

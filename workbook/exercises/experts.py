@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from labkit.units import format_count
 from labkit.workload.experts import route as reference_route
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.compare import agree, plain, short
@@ -19,7 +20,15 @@ from workbook.exercises.grader.exercise import random_tensor
 _WIDTH = 3
 
 
-@judged("logits, k", (6, 4, 2), (5, 8, 3), (4, 3, 1), (1, 2, 2), (0, 4, 2))
+def _logits_in_words(num_tokens: int, num_experts: int, k: int) -> str:
+    return f"{format_count(num_tokens, 'token')}, {format_count(num_experts, 'expert')}, k={k}"
+
+
+@judged(
+    "logits, k",
+    *((6, 4, 2), (5, 8, 3), (4, 3, 1), (1, 2, 2), (0, 4, 2)),
+    in_words=_logits_in_words,
+)
 def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | None:
     """Grade ``fn(logits, k)``: (experts [n, k] int64, weights [n, k]) of ``logits`` [n, E].
 
@@ -36,38 +45,51 @@ def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | No
             return Wrong(f"{name} is {type(tensor).__name__}, expected a tensor")
         if list(tensor.shape) != [num_tokens, k]:
             return Wrong(f"{name} has shape {list(tensor.shape)}, expected {[num_tokens, k]}")
+    if experts.dtype != torch.int64:
+        return Wrong(f"experts is {experts.dtype}, expected torch.int64: they are indices")
     probabilities = logits.softmax(dim=1)
     top, expected = probabilities.topk(k)
-    if not torch.equal(experts.long(), expected):
-        token = int((experts != expected).any(dim=1).nonzero()[0])
-        return Wrong(
-            f"the experts of token {token} are {experts[token].tolist()}, expected "
-            f"{expected[token].tolist()}"
-        )
-    if k == 1:
-        if torch.allclose(weights, torch.ones_like(weights)) and num_tokens:
-            return Wrong(
-                "a single expert has weight 1, whatever the router says: then the router gets no "
-                "gradient. Expected its probability"
-            )
-        if not torch.allclose(weights, top):
-            return Wrong(
-                f"the weight of token 0 is {short(weights[0, 0])}, expected {top[0, 0]:.4g}"
-            )
-        return None
-    if torch.allclose(weights, top) and num_tokens and k < num_experts:
-        return Wrong(
-            f"the weights of token 0 add up to {weights[0].sum():.3g}, expected 1: divide by the "
-            "sum of the chosen ones"
-        )
-    right = top / top.sum(dim=1, keepdim=True)
+    if not torch.equal(experts, expected):
+        return Wrong(_wrong_experts(logits, k, experts, expected))
+    weights = weights.to(top.dtype)
+    right = top
+    if k > 1:
+        right = top / top.sum(dim=1, keepdim=True)
     if not torch.allclose(weights, right, atol=1e-6):
         token = int((weights - right).abs().amax(dim=1).argmax())
         return Wrong(
             f"the weights of token {token} are {short(weights[token].tolist())}, expected "
-            f"{short(right[token].tolist())}"
+            f"{short(right[token].tolist())}{_weights_mistake(logits, weights, top)}"
         )
     return None
+
+
+def _wrong_experts(logits: Tensor, k: int, experts: Tensor, expected: Tensor) -> str:
+    """The first token with other experts, and why if a likely mistake explains all of them."""
+    token = int((experts != expected).any(dim=1).nonzero()[0])
+    chosen = experts[token].tolist()
+    problem = f"the experts of token {token} are {chosen}, expected {expected[token].tolist()}"
+    if torch.equal(experts, logits.softmax(dim=0).topk(k).indices):
+        return f"{problem}: the softmax goes over the experts of a token (dim 1), not over tokens"
+    if torch.equal(experts.sort(dim=1).values, expected.sort(dim=1).values):
+        return f"{problem}: the right ones, but the most probable comes first"
+    return problem
+
+
+def _weights_mistake(logits: Tensor, weights: Tensor, top: Tensor) -> str:
+    """Why the weights are wrong, for likely mistakes; ``top``: the chosen probabilities."""
+    highest = logits.topk(top.shape[1]).values
+    mistakes = {
+        "weights of 1, whatever the router says, give it no gradient": torch.ones_like(top),
+        "divide by the sum of the chosen ones, so that they add up to 1": top,
+        "these are logits, not probabilities": highest,
+        "these are logits divided by their sum": highest / highest.sum(1)[:, None],
+        "divide by the sum of the chosen probabilities, without another softmax": top.softmax(1),
+    }
+    for words, wrong in mistakes.items():
+        if torch.allclose(weights, wrong, atol=1e-6):
+            return f": {words}"
+    return ""
 
 
 def _choices(random: Random, num_choices: int, num_experts: int) -> list[int]:
@@ -95,6 +117,9 @@ def _keeps_the_last(solution: Callable, experts: list[int], num_experts: int, mo
         "an expert takes the first tokens, and drops the later ones": _keeps_the_last,
         "an expert takes as many as its capacity, not one less": (
             lambda rule, experts, count, most: rule(experts, count, most - 1)
+        ),
+        "an expert takes as many as its capacity, not one more": (
+            lambda rule, experts, count, most: rule(experts, count, most + 1)
         ),
     },
 )
@@ -125,13 +150,20 @@ def _rows(rank: int, case: Case) -> Tensor:
     return case.random(1000 + rank, sum(_counts(rank, case)), _WIDTH)
 
 
-def _arrived(rank: int, case: Case, reverse: bool = False) -> Tensor:
-    parts = []
-    for sender in range(case.world_size):
+def _arrived(rank: int, case: Case, senders: Callable | None = None) -> Tensor:
+    """What ``rank`` gets from the ``senders(rank, P)``, by default from all, rank 0 first."""
+    parts = [case.random(0, 0, _WIDTH)]
+    for sender in senders(rank, case.world_size) if senders else range(case.world_size):
         parts.append(_rows(sender, case).split(_counts(sender, case))[rank])
-    if reverse:
-        parts.reverse()
     return torch.cat(parts)
+
+
+def _others(rank: int, world_size: int) -> list[int]:
+    return [sender for sender in range(world_size) if sender != rank]
+
+
+def _in_order_of_arrival(rank: int, world_size: int) -> list[int]:
+    return [(rank - step) % world_size for step in range(world_size)]
 
 
 def _exchange_target(rank: int, case: Case) -> Target:
@@ -151,10 +183,19 @@ exchange = Check(
     written=None,
     keeps=("rows",),
     parts=lambda case: {},
-    mistakes={"the rows of rank 0 come first": partial(_arrived, reverse=True)},
+    mistakes={
+        "the rows that a rank has for itself are missing": partial(_arrived, senders=_others),
+        "the rows of rank 0 come first, not a rank's own": (
+            partial(_arrived, senders=lambda rank, P: [rank, *_others(rank, P)])
+        ),
+        "the rows of rank 0 come first, in whatever order they arrive": (
+            partial(_arrived, senders=_in_order_of_arrival)
+        ),
+    },
     target=_exchange_target,
     sizes=(3, 8, 1, 0),
-    nouns=("rank", "row at most"),
+    nouns=("rank", ""),
+    special=lambda case: f"at most {format_count(case.size, 'row')} for a rank",
 )
 
 
@@ -162,7 +203,12 @@ def _probabilities(seed: int, num_tokens: int, num_experts: int) -> Tensor:
     return (2 * random_tensor(seed, num_tokens, num_experts)).softmax(dim=1)
 
 
-@judged("probabilities, experts", (1, 6, 4, 2), (2, 5, 3, 1), (3, 9, 5, 3))
+# In the last case no token chooses the last experts.
+@judged(
+    "probabilities, experts",
+    *((1, 6, 4, 2), (2, 5, 3, 1), (3, 9, 5, 3), (3, 2, 8, 1)),
+    in_words=lambda seed, *case: _logits_in_words(*case),
+)
 def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) -> Wrong | None:
     """Grade ``fn(probabilities, experts)``: E (sum of f_e p_e), of [n, E] and [n, k] int64."""
     probabilities = _probabilities(seed, num_tokens, num_experts).requires_grad_()
@@ -176,6 +222,9 @@ def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) 
         return Wrong(f"it returned {short(plain(returned))}, expected a scalar tensor")
     mistakes = {
         "without the factor E": expected / num_experts,
+        "f_e is a fraction of the choices, not their number: divide by k n": (
+            num_tokens * k * expected
+        ),
         "f_e counts choices, not tokens: divide by k n": k * expected,
         "p_e is the mean of the probabilities, not their sum": num_tokens * expected,
         "f_e is a fraction of the choices, not p_e again": num_experts * means.square().sum(),

@@ -23,6 +23,9 @@ def _more_jobs(random: Random) -> list[tuple]:
         "the factor 2 is missing: a failure loses half an interval on average, not all of it": (
             lambda rule, checkpoint_s, gpu_s, num_gpus: math.sqrt(checkpoint_s * gpu_s / num_gpus)
         ),
+        "the more GPUs, the more often a job fails: divide by their number": (
+            lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s * num_gpus, 1)
+        ),
         "these are the seconds of one GPU: a job fails as often as all of its GPUs together": (
             lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s, 1)
         ),
@@ -45,6 +48,7 @@ def _form_quorum(
     *,
     has_majority: Callable[[int, int], bool] = lambda count, size: 2 * count > size,
     counts_newcomers: bool = False,
+    asks_unhealthy: bool = False,
 ) -> Quorum:
     healthy = sorted(
         replica for replica, (heard_s, _) in answers.items() if now_s - heard_s <= patience_s
@@ -56,7 +60,8 @@ def _form_quorum(
         return [], []
     if not healthy or len(healthy) < min_replicas:
         return [], []
-    newest = max(answers[replica][1] for replica in healthy)
+    asked = answers if asks_unhealthy else healthy
+    newest = max(answers[replica][1] for replica in asked)
     leading = [replica for replica in healthy if answers[replica][1] == newest]
     return leading, [replica for replica in healthy if replica not in leading]
 
@@ -83,6 +88,9 @@ def _more_answers(random: Random) -> list[tuple]:
     ({0: (9.0, 0), 1: (9.5, 0), 2: (9.9, 0)}, [], 10.0, 2.0, 2),
     ({0: (9.0, 38), 1: (9.5, 40), 2: (3.0, 41)}, [0, 1, 2], 10.0, 2.0, 2),
     ({0: (1.0, 40)}, [0], 10.0, 2.0, 1),
+    ({0: (8.0, 40), 1: (9.5, 40), 2: (3.0, 40)}, [0, 1, 2], 10.0, 2.0, 2),
+    ({0: (9.0, 40), 1: (9.5, 40), 2: (9.9, 40)}, [0, 1], 10.0, 2.0, 3),
+    ({0: (3.0, 40), 1: (9.5, 40), 2: (9.9, 40)}, [0, 1], 10.0, 2.0, 1),
     more=_more_answers,
     mistakes={
         "half of the last quorum is no majority: both halves of a cut network would go on": (
@@ -93,10 +101,8 @@ def _more_answers(random: Random) -> list[tuple]:
         "a replica that was not in the last quorum joins this one, but has no vote": (
             lambda rule, *case: _form_quorum(*case, counts_newcomers=True)
         ),
-        "a replica whose answer is older than the patience is not healthy, and leads nobody": (
-            lambda rule, answers, last, now_s, patience_s, least: _form_quorum(
-                answers, last, now_s, math.inf, least
-            )
+        "the newest step is that of the quorum: a replica that is not healthy leads nobody": (
+            lambda rule, *case: _form_quorum(*case, asks_unhealthy=True)
         ),
     },
 )

@@ -108,6 +108,7 @@ replicas_agree = Check(
 # The factor of the first call of each, and that of the machine's noise at the n-th call.
 _COLD = {"a": 10.0, "b": 4.0}
 _HICCUPS = (1.0, 1.05, 1.3, 0.95, 0.8, 1.1, 0.9, 2.5, 1.2, 1.0, 0.85)
+_MIDDLES = (statistics.median_low, statistics.median_high)
 
 
 # Odd, even and one: only an odd number of pairs leaves a single median. In some of them b is the
@@ -150,6 +151,8 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     b_s = statistics.median(seconds["b"][1:])
     if agree(ratio, statistics.median(1 / b_over_a for b_over_a in ratios[1:])):
         text += ": that is a / b"
+    elif any(agree(ratio, middle(ratios[1:])) for middle in _MIDDLES):
+        text += ": of an even number of pairs it is the mean of the two in the middle"
     elif agree(ratio, statistics.median(ratios)):
         text += ": the warm-up pair is counted, too"
     elif agree(ratio, b_s / a_s):

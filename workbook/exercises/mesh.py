@@ -51,23 +51,35 @@ def groups(dp: int, pp: int, tp: int) -> dict[str, list[list[int]]]:
     return by_side
 
 
+def _in_a_circle(rule: Callable, rank: int, dp: int, pp: int, tp: int) -> tuple:
+    gradients, activations, _ = rule(rank, dp, pp, tp)
+    replica = rank - rank % (pp * tp)
+    neighbours = {replica + (rank - replica + step) % (pp * tp) for step in (-tp, tp)}
+    return gradients, activations, sorted(neighbours - {rank})
+
+
+def _more_ranks(random: Random) -> list[tuple]:
+    meshes = [(2, 3, 2), *_more_meshes(random)]
+    return [(random.randrange(dp * pp * tp), dp, pp, tp) for dp, pp, tp in meshes]
+
+
 # rank, dp, pp, tp
 @solved(
     *((5, 2, 2, 2), (0, 2, 2, 2), (3, 2, 1, 2), (4, 3, 2, 1), (2, 1, 1, 4), (6, 1, 4, 2)),
+    (9, 2, 3, 2),
+    more=_more_ranks,
     mistakes={
-        "replicas hold the same parameters, and sum their gradients: those along data": (
-            lambda rule, *case: (rule(*case)[1], rule(*case)[0], rule(*case)[2])
-        ),
+        "a pipeline is no ring: its last stage sends nothing to the first": _in_a_circle,
         "all ranks sum all gradients: only those that hold the same parameters": (
             lambda rule, rank, dp, pp, tp: (
                 list(range(dp * pp * tp)),
                 *rule(rank, dp, pp, tp)[1:],
             )
         ),
-        "a stage sends to its neighbours alone, not to all stages": (
-            lambda rule, rank, dp, pp, tp: (
-                *rule(rank, dp, pp, tp)[:2],
-                [rank % tp + rank // (pp * tp) * pp * tp + s * tp for s in range(pp)],
+        "gradients go back to the stage before": (
+            lambda rule, rank, *mesh: (
+                *rule(rank, *mesh)[:2],
+                [peer for peer in rule(rank, *mesh)[2] if peer > rank],
             )
         ),
     },

@@ -60,6 +60,9 @@ def ledger(num_bytes: int, world_size: int, stage: int) -> list[int]:
         "after share_reduce rank r has the sum of chunk (r + 1) mod P, not of chunk r": (
             lambda rule, size, rank, P: rule(size, (rank - 1) % P, P)
         ),
+        "the longer chunks come first, not last": (
+            lambda rule, size, rank, P: [size * ((rank + 1) % P + end) // P for end in (0, 1)]
+        ),
     },
 )
 def part(num_elements: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -197,7 +197,9 @@ cross_entropy = Check(
 @solved(
     *((2, 8, 6, 2, 4), (32, 64, 96, 4, 4), (1, 5, 12, 3, 8), (3, 4, 10, 1, 2)),
     mistakes={
-        "backward has as many all-reduces as forward": lambda count, *sizes: count(*sizes) // 2,
+        "half of it: two all-reduces forward and two backward, and each sends twice (P - 1) / P": (
+            lambda count, *sizes: count(*sizes) // 2
+        ),
         "in each of 2 (P - 1) steps a rank sends a P-th": (
             lambda count, *sizes: sizes[3] * count(*sizes)
         ),
@@ -214,7 +216,13 @@ def block_bytes(
     return 4 * 2 * (world_size - 1) * size_bytes // world_size
 
 
-@judged("running, q, k, v", (1.0, (4,)), (1.0, (3, 2, 4)), (200.0, (2, 5, 1)))
+@judged(
+    "running, q, k, v",
+    *((1.0, (4,)), (1.0, (3, 2, 4)), (200.0, (2, 5, 1))),
+    in_words=lambda scale, lengths: (
+        f"q times {scale:g}, blocks of {', '.join(map(str, lengths))} keys"
+    ),
+)
 def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
     """Grade ``fn(running, q, k, v)``: the running softmax after one more block of keys.
 
@@ -232,11 +240,23 @@ def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
         shapes = shapes_of([*expected])
         if shapes_of(returned) != shapes:
             return Wrong(f"it returned {shapes_of(returned)}, expected tensors {shapes}")
-        for name, value, right in zip(Running._fields, returned, expected):
+        for name, value, right, before in zip("mlo", returned, expected, running):
             is_wrong = ~torch.isclose(value, right, rtol=1e-4, atol=1e-5)
             if is_wrong.any():
                 index = tuple(is_wrong.nonzero()[0].tolist())
                 pair = f"{short(value[index])}, expected {short(right[index])}"
-                return Wrong(f"after block {number} {name}{list(index)} is {pair}")
+                text = f"after block {number} {name}{list(index)} is {pair}"
+                rescaled = (running[0] - expected[0]).exp() * before
+                mistakes = {
+                    "divide the scores by the root of d": right * math.sqrt(q.shape[-1]),
+                    f"the old {name} has to be multiplied by exp(old m - new m)": (
+                        right - rescaled + before
+                    ),
+                    "divide o by l after the last block only": right / expected[1],
+                }
+                for words, wrong in mistakes.items():
+                    if torch.allclose(value, wrong, rtol=1e-4, atol=1e-5):
+                        return Wrong(f"{text}: {words}")
+                return Wrong(text)
         running = Running(*returned)
     return None

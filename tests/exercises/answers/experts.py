@@ -26,6 +26,11 @@ def softmax_of_the_chosen(logits, k):
     return experts, top.softmax(1)
 
 
+def in_int32(logits, k):
+    experts, weights = by_sorting(logits, k)
+    return experts.int(), weights
+
+
 def least_probable(logits, k):
     return by_sorting(-logits, k)
 
@@ -104,6 +109,11 @@ def divides_by_tokens(probabilities, experts):
     return in_numbers(probabilities, experts) * experts.shape[1]
 
 
+def knows_chosen_experts_alone(probabilities, experts):
+    num_experts = int(experts.max()) + 1
+    return in_numbers(probabilities, experts) * num_experts / probabilities.shape[1]
+
+
 # layer_bytes(tokens, k, features, world_size, element_bytes)
 
 
@@ -111,7 +121,7 @@ ANSWERS = [
     Answers(
         check.experts.route,
         [by_sorting],
-        [softmax_of_the_chosen, least_probable, partial(by_sorting, divides=False)],
+        [softmax_of_the_chosen, least_probable, partial(by_sorting, divides=False), in_int32],
     ),
     Answers(
         check.experts.kept,
@@ -131,6 +141,7 @@ ANSWERS = [
             partial(in_numbers, mean=False),
             partial(in_numbers, detach=True),
             divides_by_tokens,
+            knows_chosen_experts_alone,
         ],
     ),
     Answers(

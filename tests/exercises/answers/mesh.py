@@ -1,5 +1,7 @@
 """Answers to ``check.mesh``."""
 
+from collections import defaultdict
+
 import torch
 from graded import Answers
 
@@ -28,6 +30,14 @@ def by_loops(dp, pp, tp):
         "pp": [[rank(d, s, t) for s in range(pp)] for d in range(dp) for t in range(tp)],
         "tp": [[rank(d, s, t) for t in range(tp)] for d in range(dp) for s in range(pp)],
     }
+
+
+def as_tuples(dp, pp, tp):
+    """A defaultdict of tuples."""
+    groups = defaultdict(list)
+    for side, rows in by_loops(dp, pp, tp).items():
+        groups[side].extend(map(tuple, rows))
+    return groups
 
 
 def data_innermost(dp, pp, tp):
@@ -60,9 +70,24 @@ def exchanged(rank, dp, pp, tp):
     return activations, gradients, beside
 
 
+def one_neighbour(rank, dp, pp, tp):
+    *sums, beside = from_groups(rank, dp, pp, tp)
+    return *sums, beside[-1:]
+
+
+def descending(rank, dp, pp, tp):
+    *sums, beside = from_groups(rank, dp, pp, tp)
+    return *sums, beside[::-1]
+
+
+GROUPS = [by_tensor, by_loops, as_tuples]
 ANSWERS = [
-    Answers(check.mesh.groups, [by_tensor, by_loops], [data_innermost, stages_innermost]),
-    Answers(check.mesh.partners, [from_groups], [all_stages, exchanged]),
+    Answers(check.mesh.groups, GROUPS, [data_innermost, stages_innermost]),
+    Answers(
+        check.mesh.partners,
+        [from_groups],
+        [all_stages, exchanged, one_neighbour, descending],
+    ),
     Answers(
         check.mesh.hybrid_bytes,
         [lambda size, s, r: (3 * (size - size // s), 2 * (size // s - size // s // r))],

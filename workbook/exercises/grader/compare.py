@@ -1,12 +1,13 @@
 """Compare a result with the expected one: right answers in other clothes count.
 
-``plain`` takes the clothes off: a numpy array becomes a tensor, a tuple or a generator a list, a
-tensor of no dimension a number. Then numbers are compared up to the rounding of float32.
+``plain`` takes the clothes off: a numpy array becomes a tensor, a tuple or a generator a list, any
+mapping a dict, a tensor of no dimension a number. Then numbers are compared up to the rounding of
+float32.
 """
 
 import math
 from collections import deque
-from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
 from decimal import Decimal
 from fractions import Fraction
 from itertools import islice, repeat
@@ -19,6 +20,8 @@ from torch import Tensor
 _EPS = torch.finfo(torch.float32).eps
 # Roundings of a number that was computed in a few operations.
 _FEW = 16
+# Entries of a list in a sentence.
+_MOST_SHOWN = 6
 # An endless generator must not hang the check.
 MOST_ENTRIES = 100_000
 _IN_ORDER = (list, tuple, range, deque, KeysView, ValuesView, ItemsView, Iterator)
@@ -37,6 +40,8 @@ def plain(value: Any) -> Any:
         return int(value) if value == int(value) else float(value)
     if isinstance(value, _IN_ORDER):
         return [plain(entry) for entry in islice(value, MOST_ENTRIES)]
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
     return value
 
 
@@ -70,6 +75,10 @@ def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
         if not isinstance(value, list) or len(value) != len(expected):
             return False
         return all(map(agree, value, expected, repeat(summands)))
+    if isinstance(expected, dict):
+        if not isinstance(value, dict) or value.keys() != expected.keys():
+            return False
+        return all(agree(value[key], expected[key], summands) for key in expected)
     if isinstance(expected, (int, float)):
         if not isinstance(value, (int, float)):
             return False
@@ -103,15 +112,34 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
 def other_kind(value: Any, expected: Any) -> str | None:
     """Say so if the value has another kind or shape than expected."""
     expected = plain(expected)
-    kind = kind_of(fit(value, expected))
+    value = fit(value, expected)
+    kind = kind_of(value)
     expected_kind = kind_of(expected)
     if kind == expected_kind:
         return None
+    if isinstance(value, list) and isinstance(expected, list):
+        entries = value + expected
+        few = len(entries) <= 2 * _MOST_SHOWN
+        if few and all(isinstance(entry, (int, float)) for entry in entries):
+            return f"it is {beside(value, expected)}"
     return f"it is {kind}, expected {expected_kind}"
+
+
+def sorted_inside(value: Any) -> str:
+    """The value in words, with the entries of lists in one order, also inside."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list):
+        return f"[{', '.join(sorted(map(sorted_inside, value)))}]"
+    if isinstance(value, dict):
+        return repr({key: sorted_inside(value[key]) for key in sorted(value, key=repr)})
+    return repr(value)
 
 
 def kind_of(value: Any) -> str:
     """``a tensor [3, 2]``, ``a number``, ``nothing (None)`` ..."""
+    if isinstance(value, dict):
+        return f"a dict of {', '.join(sorted(map(repr, value))) or 'nothing'}"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, list):
@@ -128,8 +156,8 @@ def short(value: Any, digits: int = 4) -> str:
     if isinstance(value, Tensor):
         value = value.tolist()
     if isinstance(value, list):
-        entries = [short(entry, digits) for entry in value[:6]]
-        if len(value) > 6:
+        entries = [short(entry, digits) for entry in value[:_MOST_SHOWN]]
+        if len(value) > _MOST_SHOWN:
             entries.append("...")
         return f"[{', '.join(entries)}]"
     if isinstance(value, float):

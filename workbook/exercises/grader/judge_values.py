@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
-from workbook.exercises.grader.compare import agree, beside, close, fit, other_kind, plain
+from workbook.exercises.grader.compare import (
+    agree,
+    beside,
+    close,
+    fit,
+    other_kind,
+    plain,
+    sorted_inside,
+)
 from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
@@ -20,6 +28,8 @@ _ROUNDED = 1e-2
 # More parts, or larger factors, explain nothing.
 _MOST_PARTS = 8
 _LARGEST_FACTOR = 100
+# So many different numbers have to show a factor.
+_FEWEST_DRAWS = 3
 Tried = Mapping[Case, Ranks]
 
 
@@ -59,13 +69,14 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
         if case.world_size > 1:
             text += f", rank {rank} is the first with a wrong result"
         if kind := other_kind(outcome.value, exercise.expected(rank, case)):
-            return f"{text}: {kind}"
-        if elsewhere := _right_elsewhere(exercise, case, rank, outcome):
+            text += f": {kind}"
+        elif elsewhere := _right_elsewhere(exercise, case, rank, outcome):
             return f"{text}: {elsewhere}"
-        if wrong.name:
-            text += f", in {wrong.name} {wrong.index}"
-        text += f": {_describe(exercise, case, wrong)}"
-        mistake = _mistake(exercise, tried, rank)
+        else:
+            if wrong.name:
+                text += f", in {wrong.name} {wrong.index!r}"
+            text += f": {_describe(exercise, case, wrong)}"
+        mistake = _mistake(exercise, tried, rank) or _likeness(exercise, tried, rank, wrong)
         return f"{text}: {mistake}" if mistake else text
     return None
 
@@ -76,6 +87,31 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
     return ""
+
+
+def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> str:
+    """What all values of this rank have in common with the expected ones, or "".
+
+    They differ only in their order, or by one factor, as far as at least three numbers show it.
+    """
+    values = [plain(ranks[rank].value) for ranks in tried.values()]
+    expected = [plain(exercise.expected(rank, case)) for case in tried]
+    if [*map(sorted_inside, values)] == [*map(sorted_inside, expected)]:
+        return "the right values, but not in their places"
+    if any(map(other_kind, values, expected)):
+        return ""
+    if wrong.name == "entry":
+        values = [entry[wrong.index] for entry in values]
+        expected = [entry[wrong.index] for entry in expected]
+    if not all(isinstance(entry, (int, float)) for entry in [*values, *expected]):
+        return ""
+    pairs = {(value, right) for value, right in zip(values, expected) if value or right}
+    if len(pairs) < _FEWEST_DRAWS or not all(right for _, right in pairs):
+        return ""
+    factor = min(value / right for value, right in pairs)
+    if factor == 0 or not all(agree(value, factor * right) for value, right in pairs):
+        return ""
+    return f"in each case it is {factor:.4g} times the expected number"
 
 
 def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
@@ -94,7 +130,7 @@ class _Part(NamedTuple):
     """A part that is compared separately: an entry of a list, a chunk, or the value (no name)."""
 
     name: str
-    index: int
+    index: Any  # a number, or a key
     value: Any
     expected: Any
     summands: list[Tensor]  # what may have been added up in it: inputs of the ranks
@@ -110,6 +146,9 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
     if other_kind(value, expected):
         return None if agree(value, expected) else _Part("", 0, value, expected, [])
     value = fit(value, expected)
+    if isinstance(expected, dict):
+        key = next((k for k in expected if not agree(value[k], expected[k])), None)
+        return None if key is None else _Part("entry", key, value[key], expected[key], [])
     name = ""
     if exercise.chunked:
         name = "chunk"
