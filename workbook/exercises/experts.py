@@ -185,9 +185,6 @@ exchange = Check(
     parts=lambda case: {},
     mistakes={
         "the rows that a rank has for itself are missing": partial(_arrived, senders=_others),
-        "the rows of rank 0 come first, not a rank's own": (
-            partial(_arrived, senders=lambda rank, P: [rank, *_others(rank, P)])
-        ),
         "the rows of rank 0 come first, in whatever order they arrive": (
             partial(_arrived, senders=_in_order_of_arrival)
         ),

@@ -120,7 +120,7 @@ def knows_chosen_experts_alone(probabilities, experts):
 ANSWERS = [
     Answers(
         check.experts.route,
-        [by_sorting],
+        [by_sorting, lambda logits, k: by_sorting(logits.double(), k)],
         [softmax_of_the_chosen, least_probable, partial(by_sorting, divides=False), in_int32],
     ),
     Answers(
