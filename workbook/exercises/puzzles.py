@@ -101,9 +101,10 @@ class Puzzle(Check):
 def scoreboard() -> None:
     """Print the best scores of this session beside the targets, on the most ranks."""
     rows = []
-    for puzzle in PUZZLES:
+    for number, puzzle in enumerate(PUZZLES, start=1):
         _, *shown = _SCORES.get(puzzle.name, (0, "-", "-"))
-        rows.append([puzzle.name.removeprefix("puzzles."), *shown])
+        name = puzzle.name.removeprefix("puzzles.")
+        rows.append([f"{number:2} {name}", *shown])
     print(text_table(["puzzle", "yours", "target"], rows))
 
 
