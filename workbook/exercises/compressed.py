@@ -41,17 +41,29 @@ half_the_bytes = Check(
 )
 
 
+_SPARSE = 7
+
+
+def _gradient(rank: int, case: Case) -> Tensor:
+    return _thinned(case.tensor(rank))
+
+
 def _residual(rank: int, case: Case) -> Tensor:
-    return case.random(rank + 7, case.size)
+    return _thinned(case.random(rank + 7, case.size))
+
+
+def _thinned(values: Tensor) -> Tensor:
+    """In the smaller case fewer than k elements are not 0, so that the k-th largest has equals."""
+    return values * (torch.arange(len(values)) < 1) if len(values) == _SPARSE else values
 
 
 def _corrected(rank: int, case: Case) -> Tensor:
     """The gradient with the residual of the step before."""
-    return case.tensor(rank) + _residual(rank, case)
+    return _gradient(rank, case) + _residual(rank, case)
 
 
 def _k(case: Case) -> int:
-    return case.integer(0, 1, 3)
+    return case.integer(0, 2 if case.size == _SPARSE else 1, 3)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
@@ -66,8 +78,8 @@ def _sent(rank: int, case: Case) -> Tensor:
 
 def _forgetful(rank: int, case: Case) -> list[Tensor]:
     k = _k(case)
-    gradient = case.tensor(rank)
-    total = case.over_ranks(lambda r: _largest(case.tensor(r), k))
+    gradient = _gradient(rank, case)
+    total = case.over_ranks(lambda r: _largest(_gradient(r, case), k))
     return [total, gradient - _largest(gradient, k)]
 
 
@@ -91,7 +103,7 @@ top_k = Check(
         case.over_ranks(lambda r: _sent(r, case)),
         _corrected(rank, case) - _sent(rank, case),
     ],
-    inputs=lambda rank, case: (case.tensor(rank), _residual(rank, case), _k(case)),
+    inputs=lambda rank, case: (_gradient(rank, case), _residual(rank, case), _k(case)),
     signature="comm, gradient, residual, k",
     written=None,
     keeps=("gradient", "residual"),
@@ -102,5 +114,5 @@ top_k = Check(
         "where ranks send the same place, their values add up": _overwritten,
     },
     parts=_parts,
-    sizes=(12, 7),
+    sizes=(12, _SPARSE),
 )

@@ -43,6 +43,11 @@ def sends_one_fewer(comm, gradient, residual, k):
     return sparse(comm, gradient, residual, k - 1)
 
 
+def sends_all_of_the_kth_size(comm, gradient, residual, k):
+    left = (gradient + residual).abs()
+    return sparse(comm, gradient, residual, int((left >= left.topk(k).values[-1]).sum()))
+
+
 def adds_into_the_gradient(comm, gradient, residual, k):
     gradient += residual
     return sparse(comm, gradient, torch.zeros_like(residual), k)
@@ -63,6 +68,7 @@ ANSWERS = [
         [sparse],
         [
             sends_one_fewer,
+            sends_all_of_the_kth_size,
             partial(sparse, left_of=lambda gradient, residual: gradient),
             adds_into_the_gradient,
         ],
