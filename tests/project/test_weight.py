@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 24745,
+    "labkit": 25965,
     "notebooks": 900,
-    "tests": 26415,
+    "tests": 27405,
     "tools": 1685,
-    "workbook": 14500,
+    "workbook": 16240,
 }
 
 
