@@ -25,7 +25,6 @@ from namespaces import ADDRESSES, NAMES, TwoHosts
 from torch import Tensor, nn
 
 import labkit
-from labkit import strategies
 from labkit.costs import hosts_all_reduce_seconds
 from labkit.costs.ddp_step import bucket_times
 from labkit.costs.link import Link, fit_link
@@ -33,6 +32,7 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.bucket_assignment import assign_buckets
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.ring_all_reduce import RingAllReduce
+from labkit.training.resolve import find_technique
 from labkit.workload.layers import EmulatedLayer
 from workbook.measure.record import Spread, machine, ratios, rounded, write
 from workbook.measure.turns import timed
@@ -132,7 +132,7 @@ def one_step(
     In its second step PyTorch's DDP lays out its buckets.
     """
     _, kind, options = CONTENDERS[name]
-    strategy = strategies.get(kind, builtin=name.startswith("PyTorch"))(**options)
+    strategy = find_technique(kind, builtin=name.startswith("PyTorch"))(**options)
     # Ranks that are dealt out to the hosts in turn: every message of the ring crosses.
     own = SubComm(comm, [0, 2, 1, 3]) if "dealt out" in name else comm
     # The hooks of others on the parameters would run for all.
