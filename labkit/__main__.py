@@ -160,7 +160,8 @@ def _diff(arguments: Namespace) -> int:
 
 
 def _explain(arguments: Namespace) -> int:
-    if not (arguments.link or arguments.straggler or arguments.ranks or arguments.out):
+    conditions = (arguments.link, arguments.straggler, arguments.ranks, arguments.out)
+    if all(condition is None for condition in conditions):
         from labkit.engine.tracing.explain import explain
 
         print(explain(arguments.files))
@@ -172,10 +173,13 @@ def _explain(arguments: Namespace) -> int:
 
     trace, _ = read_traces(arguments.files)
     link = None
-    if arguments.link:
+    if arguments.link is not None:
         link = EmulatedLink(**parse_link(arguments.link))
-    num_ranks = arguments.ranks or len(trace.ranks)
-    stragglers = dict(parse_straggler(text, num_ranks) for text in arguments.straggler or ())
+    num_ranks = len(trace.ranks) if arguments.ranks is None else arguments.ranks
+    given = [parse_straggler(text, num_ranks) for text in arguments.straggler or ()]
+    stragglers = dict(given)
+    if len(stragglers) < len(given):
+        raise ValueError(f"straggler {', '.join(arguments.straggler)}: name each rank once")
     prediction = what_if(trace, link=link, stragglers=stragglers, ranks=arguments.ranks)
     print(prediction)
     if arguments.out:

@@ -36,12 +36,16 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
         )
     if trace.about.get("compress") == "topk":
         raise ValueError(f"ranks {num_ranks}: with compress topk messages are no parts of a ring")
+    if trace.about.get("sync_batch_norm"):
+        raise ValueError(f"ranks {num_ranks}: sync_batch_norm has messages that are no ring's")
     old_ranks = len(trace.ranks)
     batch_size = trace.about["batch_size"]
     if batch_size < max(num_ranks, old_ranks):
         raise ValueError(
             f"ranks {num_ranks}: a batch of {batch_size} leaves a rank without samples"
         )
+    if any(len(trace.of(rank, "data")) < 2 for rank in trace.ranks):
+        raise ValueError(f"ranks {num_ranks}: the trace has one step: record two or more")
     begins_s = {rank: trace.of(rank, "data")[0].start_s for rank in trace.ranks}
     steps_only = tuple(span for span in trace.spans if span.start_s >= begins_s[span.rank])
     lanes = lanes_of(replace(trace, spans=steps_only), network)
@@ -51,8 +55,11 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
     for rank, (start, end) in enumerate(chunk_bounds(batch_size, num_ranks)):
         template = rank % old_ranks
         rows = {lane: steps for (owner, lane), steps in lanes.items() if owner == template}
-        ratio = (end - start) / samples[template]
-        for lane, steps in _lanes_of_rank(rank, rows, (old_ranks, num_ranks), ratio).items():
+        ratios = dict.fromkeys(STEP_KINDS, (end - start) / samples[template])
+        if technique == "sharded":
+            # Each rank updates its part of the parameters.
+            ratios["update"] = old_ranks / num_ranks
+        for lane, steps in _lanes_of_rank(rank, rows, (old_ranks, num_ranks), ratios).items():
             new_lanes[rank, lane] = steps
     match(new_lanes)
     return new_lanes
@@ -71,7 +78,7 @@ def _check_kinds(lanes: Lanes, num_ranks: int) -> None:
 
 
 def _lanes_of_rank(
-    rank: int, rows: dict[int, list[Step]], sizes: tuple[int, int], ratio: float
+    rank: int, rows: dict[int, list[Step]], sizes: tuple[int, int], ratios: dict[str, float]
 ) -> dict[int, list[Step]]:
     """The steps by lane of ``rank`` of N, whose work is that of a recorded rank of P."""
     parts = []
@@ -89,8 +96,8 @@ def _lanes_of_rank(
         if first.is_message:
             number += 1
             span, own_s = _joint(span, number, part, sizes)
-        elif span.kind in STEP_KINDS:
-            own_s *= ratio
+        else:
+            own_s *= ratios.get(span.kind, 1.0)
         fields = {"awaited": set(first.awaited), "is_called": first.is_called}
         copy_of[id(first)] = Step(span, first.came_s, first.gap_s, own_s, **fields)
         new_rows[lane].append(copy_of[id(first)])

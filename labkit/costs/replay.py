@@ -58,13 +58,14 @@ class Step:
     calls: list[tuple[float, "Step"]] = field(default_factory=list)
     is_called: bool = False
     # In the replay: when it was called, when its lane and it began, when its rank had come to its
-    # messages, when all others had, and its end.
+    # messages, when all others had, and its end; how many of its partners have not come yet.
     called_s: float | None = None
     free_s: float | None = None
     began_s: float = 0.0
     ready_s: float | None = None
     moved_s: float = 0.0
     end_s: float = 0.0
+    num_late: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -192,7 +193,7 @@ def match(lanes: Lanes) -> None:
                     by_message[message].append(step)
     for partners in by_message.values():
         for step in partners:
-            step.partners += [other for other in partners if other not in step.partners]
+            step.partners = list(dict.fromkeys([*step.partners, *partners]))
 
 
 def _time(steps: Sequence[Step], start_s: float, network: Network | None) -> None:
@@ -252,6 +253,7 @@ class Replay:
         self.counter = itertools.count()
         for (rank, _), steps in lanes.items():
             for step in steps:
+                step.num_late = len(step.partners)
                 if step.span.call:
                     self.missing[rank, step.span.call[0]] += 1
 
@@ -323,7 +325,8 @@ class Replay:
             step.moved_s = now_s
             self._at(now_s + self._work_seconds(step), self._end, step)
         for partner in step.partners:
-            if all(other.ready_s is not None for other in partner.partners):
+            partner.num_late -= 1
+            if not partner.num_late:
                 partner.moved_s = now_s
                 self._at(now_s + partner.own_s, self._move, partner)
 

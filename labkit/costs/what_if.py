@@ -16,7 +16,7 @@ from labkit.costs.more_ranks import on_ranks
 from labkit.costs.replay import Network, Replay, lanes_of
 from labkit.engine.tracing.limits import Limit, what_limited
 from labkit.engine.tracing.spans import Trace
-from labkit.units import MOST_RANKS, check_integer, check_number, format_number, format_seconds
+from labkit.units import MOST_RANKS, check_above_zero, check_integer, format_number, format_seconds
 
 # Why the order of messages of these techniques is not that of the recorded run.
 _REFUSED = {
@@ -55,7 +55,11 @@ class WhatIf:
     def beside(self, run: Any) -> str:
         """How far the prediction is from ``run``, made under these conditions, in words."""
         trace = getattr(run, "trace", run)
-        run_s = _seconds(trace)[0]
+        run_s, unit = _seconds(trace)
+        if unit != self.unit or not run_s:
+            raise ValueError(
+                f"the prediction is of the seconds {self.unit}, and the run has {run_s:g} s {unit}"
+            )
         error = self.predicted_s / run_s - 1
         words = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
         after = f"Run: {format_seconds(run_s)} {self.unit}; the prediction is {words}."
@@ -111,7 +115,7 @@ def what_if(
     factors = dict(stragglers or {})
     for rank, factor in factors.items():
         check_integer("the rank of a straggler", rank, 0, num_ranks - 1)
-        check_number("the factor of a straggler", factor, 0, 1e6)
+        check_above_zero("the factor of a straggler", factor, 1e6)
         conditions.append(f"with rank {rank} computing {format_number(factor)} times as long")
     words = " and ".join(conditions) or "with nothing changed"
     spans = Replay(lanes, network, factors).run()
@@ -169,10 +173,11 @@ def _check(trace: Trace) -> None:
         raise ValueError("the messages of PyTorch's own techniques are not recorded")
     if len(trace.ranks) < 2:
         raise ValueError("the trace is of one rank, which waits for nobody: give that of a run")
-    if not any(span.messages for span in trace.spans):
+    if not any(span.messages and span.num_bytes for span in trace.spans):
         raise ValueError(
-            "the trace does not say which message is which, so it is of an older labkit, or of a "
-            "run without messages: record the run again"
+            "the trace does not say which message is which, so it is of an older labkit: record "
+            "the run again. Or the run has no messages but those of process groups, which are "
+            "not recorded"
         )
     for span in trace.spans:
         if span.kind == "between_hosts":

@@ -184,11 +184,13 @@ class Pipelining:
     @property
     def cuts_backward(self) -> bool:
         """Whether a backward is two actions: the gradients of inputs, and those of weights."""
-        sizes = (0, 2, 2, 2) if self.interleaves else (0, 2, 2)
-        return any(action.kind == "backward_input" for action in self.actions(*sizes))
+        sizes = (2, 2, 2) if self.interleaves else (2, 2)
+        # (Rank 0 may need no gradients of inputs.)
+        actions = itertools.chain(self.actions(0, *sizes), self.actions(1, *sizes))
+        return any(action.kind == "backward_input" for action in actions)
 
 
-# A schedule of one's own is entered here: runs, figures and ``--schedule`` read this table.
+# A new schedule is entered here: runs, figures and ``--schedule`` read this table.
 PIPELINES = {
     "gpipe": Pipelining(gpipe),
     "1f1b": Pipelining(one_f_one_b),

@@ -21,7 +21,7 @@ class Precision:
     """
 
     def __init__(self, amp: str | None):
-        self.half = _HALVES.get(amp or "")
+        self.half = _HALVES[amp] if amp else None
         self.scaler = LossScaler(amp == "fp16")
 
     def autocast(self, device: torch.device) -> torch.autocast:

@@ -164,10 +164,10 @@ class RunConfig:
         None, "ddp: local SGD: average parameters after that many updates, not gradients"
     )
     outer_lr: float | None = _own_option(
-        None, "ddp with average_every: DiLoCo's outer learning rate (0.7); 1 takes the average"
+        None, "ddp with average_every: outer learning rate (1: the average); DiLoCo's is 0.7"
     )
     outer_momentum: float | None = _own_option(
-        None, "ddp with average_every: DiLoCo's outer Nesterov momentum (0.9)"
+        None, "ddp with average_every: outer Nesterov momentum (0); DiLoCo's is 0.9"
     )
     accumulate: int | None = _own_option(None, "micro-batches per update and synchronisation")
     amp: str | None = _own_option(

@@ -196,9 +196,11 @@ class _Run:
         loss = self.strategy.loss
         if isinstance(loss, CountedLoss):
             right, judged = loss.take()
-            progress.sums[progress.RIGHT] += right
-            progress.sums[progress.JUDGED] += judged
-            progress.sums[progress.WEIGHT] += loss.take_weight()
+            taken: dict[int, Any] = {progress.RIGHT: right, progress.JUDGED: judged}
+            taken[progress.WEIGHT] = loss.take_weight()
+            for number, count in taken.items():
+                # It is on the device of the outputs, which need not be the rank's.
+                progress.sums[number] += torch.as_tensor(count).to(progress.sums)
 
     def now_s(self) -> float:
         """Read the host's clock when all that was queued on the strategy's devices has ended."""

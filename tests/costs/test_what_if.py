@@ -10,8 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
-from labkit import EmulatedLink, run, what_if
+from labkit import EmulatedLink, run, train_with, what_if
 from labkit.__main__ import main
 from labkit.collectives import ring_all_reduce as all_reduce
 from labkit.costs.link import Link, all_reduce_seconds
@@ -132,6 +133,34 @@ def test_on_more_ranks_the_batch_is_divided_and_the_ring_grows(ranks):
         assert sum(sent) == 3 * cost.num_bytes
 
 
+@pytest.mark.parametrize("options", [{"strategy": "ddp", "bucket_mb": 0.01}, {"stage": 2}])
+def test_bytes_on_more_ranks_are_those_of_a_run(options):
+    data = torch.randn(60, 1, 8, 8).double(), torch.randint(10, (60,))
+    settings = {"model": "mlp", "dataset": data, "batch_size": 20, "dtype": "float64"}
+    settings = {"strategy": "sharded"} | settings | options | {"device": "cpu"}
+    two, four = (train_with(world_size=ranks, **settings) for ranks in (2, 4))
+    predicted = what_if(two, ranks=4).predicted
+    for rank, sent in enumerate(four.bytes_sent):
+        # The ranks also tell each other the losses of the epoch.
+        assert sum(span.num_bytes for span in predicted.of(rank)) == pytest.approx(sent, rel=1e-3)
+
+
+def test_an_update_of_a_part_of_the_parameters_takes_less_on_more_ranks():
+    ring = ring_steps(2, 1200)
+    spans = [
+        replace(span, kind="update") if span.kind == "compute" else span for span in ring.spans
+    ]
+    about = ring.about | {"strategy": "sharded"}
+    prediction = what_if(replace(ring, spans=tuple(spans), about=about), ranks=4)
+    assert prediction.predicted_s == pytest.approx(prediction.recorded_s / 2)
+
+
+def test_a_step_is_not_compared_with_a_whole_run():
+    prediction = what_if(ring_steps(2, 1200), ranks=4)
+    with pytest.raises(ValueError, match="a step, and the run has 1 s in all"):
+        prediction.beside(trace_of(2, lambda lane: lane.work("compute", 1.0)))
+
+
 @pytest.mark.parametrize(("count", "num_bytes"), [(2, 2400), (4, 1600)])
 def test_an_all_reduce_in_shared_memory_becomes_a_ring(count, num_bytes):
     """Of 1200 bytes on 3 ranks: in one hop, or as a ring's messages."""
@@ -197,17 +226,18 @@ def test_an_operation_of_a_thread_follows_its_call_and_hides_behind_computing():
 
 def test_a_run_records_what_a_prediction_needs(tmp_path):
     def in_two_threads(comm):
-        import torch
-
         tensors = [torch.ones(12) for _ in range(3)]
+        comm.barrier()
         queue = work_queue_of(comm)
         works = []
         for tensor in tensors:
             with comm.span("compute"):
-                comm.barrier()
+                tensor.mul_(2.0)
             works.append(
                 queue.add("all_reduce", lambda comm, t=tensor: all_reduce(comm, t), [tensor], [])
             )
+        # In a region of its kind, and without one.
+        works[0].wait()
         with comm.span("wait"):
             for work in works:
                 work.wait()
@@ -264,6 +294,14 @@ def bad(name):
         return replace(ring, spans=(*ring.spans, Span(0, "compute", 0.0, 1.0, lane=1)))
     if name == "few samples":
         return ring
+    if name == "one step":
+        # Of a step the loading of data is the first span.
+        later = [span for span in ring.spans if span.kind != "data" or span.start_s == 0.0]
+        return replace(ring, spans=tuple(later))
+    if name == "barriers":
+        return replace(ring, spans=tuple(replace(span, num_bytes=0) for span in ring.spans))
+    if name == "sync_batch_norm":
+        return replace(ring, about=ring.about | {name: True})
     return replace(ring, about={"strategy": name, "batch_size": 12, "compress": "topk"})
 
 
@@ -280,6 +318,10 @@ def bad(name):
         ("ddp", {"ranks": 3}, "no parts of a ring"),
         ("ddp", {"stragglers": {2: 2.0}}, "the rank of a straggler"),
         ("few samples", {"ranks": 13}, "without samples"),
+        ("one step", {"ranks": 3}, "record two or more"),
+        ("barriers", {}, "those of process groups"),
+        ("sync_batch_norm", {"ranks": 3}, "no ring's"),
+        ("ddp", {"stragglers": {1: 0.0}}, "above 0"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_a_reason(name, change, words):

@@ -42,6 +42,12 @@ def test_a_wrong_value_is_told_by_its_factor_or_its_order():
     product = solved((2, 3), (4, 5), (6, 7))(lambda a, b: a * b)
     assert "in each case it is 0.5 times the expected" in repr(product(lambda a, b: a * b / 2))
     assert "times" not in repr(product(lambda a, b: a * b + 1))
+    assert "times" not in repr(product(lambda a, b: a * b * 1.00001))
+    # Lists of other lengths, and dicts with other keys, from case to case.
+    counts = solved((3,), (1,), (0,), (2,), (4,))(lambda n: [n + i for i in range(n)])
+    assert "in each case it is 2 times" in repr(counts(lambda n: [2 * (n + i) for i in range(n)]))
+    keys = solved((3,), (1,), (2,))(lambda n: {i: i + 1 for i in range(n)})
+    assert "expected" in repr(keys(lambda n: {i: 0 for i in range(n)}))
     once = solved((2, 3), (2, 3))(lambda a, b: a * b)
     assert "times" not in repr(once(lambda a, b: a * b / 2))
     sides = solved((2, 3), (4, 5))(lambda a, b: {"sum": a + b, "both": [a, b]})

@@ -11,7 +11,7 @@ from labkit.costs import goodput
 from labkit.engine.tracing import Span
 from workbook import plots
 from workbook.exercises.programs.faulty_hosts import Settings
-from workbook.measure.failures import Fault, FaultyRun, train_with_faults
+from workbook.measure.failures import Fault, FaultyRun, result_of, train_with_faults
 
 pytestmark = pytest.mark.fresh
 
@@ -30,7 +30,8 @@ def test_training_goes_on_after_each_fault_as_if_none_had_been():
     # A fault costs at most the steps between two checkpoints.
     twice = sum(len(losses) - 1 for losses in run.losses.values())
     assert 0 < twice <= 3 * SETTINGS.every
-    assert run.goodput == pytest.approx(len(run.losses) * run.step_s / run.duration_s)
+    # A stop that nobody lost patience over is no failure. (A busy machine may have one more.)
+    assert run.num_failures >= 3
     for rank in range(4):
         spans = [span for span in run.spans if span.rank == rank]
         for before, after in itertools.pairwise(spans):
@@ -52,16 +53,54 @@ def test_training_goes_on_after_each_fault_as_if_none_had_been():
 def test_faults_in_a_recovery_and_unknown_ones_are_refused():
     with pytest.raises(ValueError, match="the second would meet the recovery"):
         train_with_faults([Fault("kill", 0, 1.0), Fault("kill", 1, 2.0)])
+    with pytest.raises(ValueError, match="lasts 6 s, and a recovery"):
+        train_with_faults([Fault("stop", 0, 1.0, lasts_s=6.0)])
     with pytest.raises(ValueError, match="kind"):
         Fault("flood", 0, 1.0)
     with pytest.raises(ValueError, match="host"):
         Fault("kill", 2, 1.0)
 
 
+def noted(*steps_again):
+    """What a rank notes that begins at 10 s, makes steps of 1 s, is started anew, and goes on."""
+    events = [{"kind": "process", "start_s": 9.0, "end_s": 9.5, "pid": 1}]
+    for step in (1, 2, 3):
+        events.append({"kind": "step", "start_s": 9.0 + step, "end_s": 10.0 + step, "step": step})
+    events.append({"kind": "process", "start_s": 16.0, "end_s": 16.0, "pid": 2})
+    events.append({"kind": "recover", "start_s": 16.0, "end_s": 17.0})
+    for at_s, step in enumerate(steps_again, start=17):
+        events.append({"kind": "step", "start_s": at_s, "end_s": at_s + 1.0, "step": step})
+    return [event | {"loss": 1.0} for event in events]
+
+
+def test_what_ranks_have_noted_becomes_spans_and_gaps():
+    fault = Fault("kill", 1, 3.5)
+    run = result_of([fault], [noted(2, 3, 4)] * 4, begun_s=10.0)
+    assert (run.num_failures, run.step_s, run.duration_s) == (1, 1.0, 10.0)
+    assert {step: len(losses) for step, losses in run.losses.items()} == {1: 1, 2: 2, 3: 2, 4: 1}
+    assert (run.goodput, run.between_failures_s) == (0.4, 10.0)
+    for rank in range(4):
+        spans = [(s.kind, s.start_s, s.end_s) for s in run.spans if s.rank == rank]
+        gap = "down" if rank >= 2 else "wait"
+        assert spans[-5:-1] == [
+            ("train", 0.0, 3.0),
+            (gap, 3.0, 6.0),
+            ("recover", 6.0, 7.0),
+            ("run again", 7.0, 9.0),
+        ]
+        assert spans[-1] == ("train", 9.0, 10.0)
+
+
+def test_a_fault_in_a_recovery_that_took_too_long_is_no_result():
+    faults = [Fault("kill", 1, 3.5), Fault("kill", 0, 6.5)]
+    with pytest.raises(RuntimeError, match="took longer than recovery_s"):
+        result_of(faults, [noted(2, 3, 4)] * 4, begun_s=10.0)
+
+
 def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():
     spans = [Span(0, "train", 0.0, 2.0), Span(1, "train", 0.0, 1.0), Span(1, "down", 1.0, 2.0)]
     losses = {step: [1.0] for step in range(1, 11)}
-    run = FaultyRun([Fault("kill", 0, 1.0)], spans, losses, step_s=0.1, duration_s=2.0)
+    run = FaultyRun([Fault("kill", 0, 1.0)], spans, 1, losses, step_s=0.1, duration_s=2.0)
     figure = plots.replicas(run, 0.4)
     assert run.goodput == 0.5
     (axes,) = figure.figure.axes
@@ -69,6 +108,6 @@ def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():
     assert labels == ["rank 0", "rank 1", "counted", "by the formula"]
     assert "50% of 2 s counted, by the formula 40%" in figure.caption
     assert "kill of host 0 at 1 s" in figure.alt
-    unharmed = replace(run, faults=[])
+    unharmed = replace(run, faults=[], num_failures=0)
     assert goodput(0.5, 0.5, unharmed.between_failures_s, 1.0) == 0.5
     assert "no fault" in plots.replicas(unharmed, 0.5).alt

@@ -8,6 +8,8 @@ import pytest
 from labkit.schedules.pipeline import (
     PIPELINES,
     Hop,
+    Pipelining,
+    gpipe,
     in_flight,
     interleaved,
     one_f_one_b,
@@ -141,3 +143,14 @@ def needed(step):
     """The message that an action needs, if it is not made on its own rank."""
     kinds = {"forward": "activation", "backward": "gradient", "backward_input": "gradient"}
     return None if isinstance(step, Hop) else (kinds.get(step.kind), *step[1:])
+
+
+def test_a_schedule_says_itself_whether_it_cuts_backward():
+    assert [name for name, one in PIPELINES.items() if one.cuts_backward] == ["zero_bubble"]
+
+    def whole_on_rank_0(rank, num_ranks, count):
+        return gpipe(rank, num_ranks, count) if rank == 0 else zero_bubble(rank, num_ranks, count)
+
+    assert Pipelining(whole_on_rank_0, hops_beside=True).cuts_backward
+    with pytest.raises(ValueError, match="needs hops_beside"):
+        Pipelining(interleaved, interleaves=True)

@@ -3,6 +3,7 @@
 ``broken_jobs`` runs them. Symbols: P ranks.
 """
 
+import functools
 import inspect
 import random
 import re
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from labkit.units import format_count
 from workbook.exercises.grader import Verdict
@@ -32,7 +35,7 @@ class Case:
         against: the evidence against a wrong answer, by its name, and against a cause, by its
             letter; and the whole story as ``solved``.
         choices: the answers that come into question, by name, where they are few.
-        tries: the answers that were given so far, the oldest first.
+        tries: the different answers that were given so far, the oldest first.
     """
 
     program: Callable[..., Any] = field(repr=False)
@@ -51,6 +54,8 @@ class Case:
     def objection(self, name: str, answer: Any) -> str:
         """Evidence against an answer to ``name``; "" if it is right, a float within 5%."""
         right = self.answer[name]
+        if isinstance(right, list) and isinstance(answer, (str, set, tuple)):
+            answer = [answer] if isinstance(answer, str) else list(answer)
         if isinstance(answer, list):
             answer = sorted(answer, key=str)
         measured = isinstance(right, float) and isinstance(answer, (int, float))
@@ -77,6 +82,19 @@ def seeded(seed: int | None) -> tuple[int, random.Random]:
     if seed is None:
         seed = new_seed()
     return seed, random.Random(seed)
+
+
+def with_torch_seed(make: Callable[[int], "Case"]) -> Callable[..., "Case"]:
+    """Make the case of a seed with PyTorch's numbers of that seed; those of the page stay."""
+
+    @functools.wraps(make)
+    def seeded_make(seed: int | None = None) -> Case:
+        seed, _ = seeded(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return make(seed)
+
+    return seeded_make
 
 
 def case_of(
@@ -127,11 +145,12 @@ def check_of(title: str, hides_program: bool = False) -> Callable[..., Verdict]:
         given = {name: answer for name, answer in given.items() if answer is not None}
         if not given:
             return Verdict(title, NOT_ATTEMPTED)
-        case.tries.append(given)
+        if given not in case.tries:
+            case.tries.append(given)
         objections = {name: case.objection(name, answer) for name, answer in given.items()}
         named = [name for name, objection in objections.items() if not objection]
         if len(named) == len(case.answer):
-            count = f"It took {format_count(len(case.tries), 'call')} of this check."
+            count = f"It took {format_count(len(case.tries), 'answer')}."
             return Verdict(title, PASSED, notes=[case.against["solved"], count])
         if hides_program and case.answer.keys() - named <= {"line", "cause"}:
             display(show_source(case.program, numbered=True))

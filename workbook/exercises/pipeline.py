@@ -139,12 +139,18 @@ def zero_bubble(fn: Callable, num_stages: int, num_micro_batches: int) -> Wrong 
     labkit_end_s = max(slot.end_s for slot in _slots(pipeline_streams("zero_bubble", P, M)))
     if end_s > labkit_end_s:
         text = f"the step takes {end_s:g} columns, the target is {labkit_end_s:g}, and 1F1B takes"
-        return Wrong(f"{text} {3 * (M + P - 1)}{_first_gap(streams)}")
+        return Wrong(f"{text} {3 * (M + P - 1)}{_why_slow(streams, M)}")
     return None
 
 
-def _first_gap(streams: Streams) -> str:
-    """The first time that a stage is idle while a W could run, or else all stages wait for one."""
+def _why_slow(streams: Streams, num_micro_batches: int) -> str:
+    """The first stage with too few micro-batches under way, or idle while a W could run."""
+    for stage, stream in enumerate(streams):
+        held = in_flight(stream)
+        least = min(len(streams) - stage, num_micro_batches)
+        if held < least:
+            text = f"; stage {stage} has at most {held} under way, where 1F1B has {least}"
+            return f"{text}. It runs {_listed(stream)}"
     for stage, stream in enumerate(streams):
         slots = [slot for slot in _slots(streams) if slot.stage == stage]
         pending = set[int]()
@@ -158,8 +164,7 @@ def _first_gap(streams: Streams) -> str:
                 text = f"; after {action} stage {stage} is idle, though W{min(pending)} could run"
                 return f"{text}. It runs {_listed(stream)}"
     last = len(streams) - 1
-    text = "; no stage is idle while it could run a W: a B waits for the W's of the stage behind"
-    return f"{text}: stage {last} runs {_listed(streams[last])}"
+    return f"; no stage is idle while it could run a W. Stage {last} runs {_listed(streams[last])}"
 
 
 def _streams(fn: Callable, P: int, M: int, kinds: dict[str, str] = KINDS) -> Streams | Wrong:

@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 import labkit
 from labkit import run
 from labkit.training.diff import Comparison, diff_records
-from workbook.exercises.cases import Case, case_of, seeded
+from workbook.exercises.cases import Case, case_of, with_torch_seed
 from workbook.exercises.grader.exercise import random_tensor
 from workbook.exercises.programs import silent
 
@@ -27,11 +27,12 @@ _POSITIONS, _SEQUENCES = 12, 4
 _MATRICES = ("gate", "key", "query", "up", "value")
 
 
-def tokens(seed: int | None = None) -> Case:
+@with_torch_seed
+def tokens(seed: int) -> Case:
     """Clues: ``lengths`` {rank: by micro-batch, by sequence}; ``losses`` {who: by step};
     ``gradients`` of step 0: "one device", "used", and by rank "own" and "of its tokens at once".
     """
-    seed, drawn = seeded(seed)
+    drawn = random.Random(seed)
     P, parts, steps, usual = 3, 2, 8, 24
     few = drawn.choice([6, 8, 12])
     rank = drawn.randrange(P)
@@ -98,11 +99,12 @@ def apart(tensor: Tensor, other: Tensor) -> float:
     return ((tensor - other).norm() / other.norm()).item()
 
 
-def blocks(seed: int | None = None) -> Case:
+@with_torch_seed
+def blocks(seed: int) -> Case:
     """Clues: ``kinds`` of the blocks; ``losses`` {who: number}; by weight, the last first,
     ``lengths``: of the gradient of each rank's part, relative to that of one device.
     """
-    _, drawn = seeded(seed)
+    drawn = random.Random(seed)
     P, width, hidden = drawn.choice([2, 3]), 6, 12
     is_lost = drawn.random() < 0.5
     fault = "sine" if is_lost else "square"
@@ -160,21 +162,28 @@ def parts_of(name: str, weight: Tensor, world_size: int) -> list[Tensor]:
     return [part.contiguous() for part in weight.chunk(world_size, int(name.endswith(".0")))]
 
 
-def muon(seed: int | None = None) -> Case:
+@with_torch_seed
+def muon(seed: int) -> Case:
     """Clues: ``rows`` {matrix: of each rank}; ``losses`` {who: by step}; ``gradients`` and
     ``changes`` of step 0, {who: {matrix: [R, D]}}.
     """
-    _, drawn = seeded(seed)
+    drawn = random.Random(seed)
     P = 3
     unshards = drawn.random() < 0.5
-    heights = [drawn.randint(9, 27) if unshards else drawn.randint(2, 6) for _ in _MATRICES]
-    # All ranks have equally many rows.
-    heights[-1] += -sum(heights) % P
-    rows = dict(zip(_MATRICES, silent.rows_by_rank(heights, P)))
+    least, most = (9, 27) if unshards else (2, 6)
+    heights: list[int] = []
+    counts: dict[str, list[int]] = {}
+    divided: list[str] = []
+    # A cut between two matrices harms none.
+    while not divided:
+        heights = [drawn.randint(least, most) for _ in _MATRICES]
+        # All ranks have equally many rows.
+        heights[-1] += -sum(heights) % P
+        rows = dict(zip(_MATRICES, silent.rows_by_rank(heights, P)))
+        counts = {name: [part.stop - part.start for part in own] for name, own in rows.items()}
+        divided = [name for name, own in counts.items() if own.count(0) < P - 1]
     weights = {name: torch.randn(height, 8).double() for name, height in zip(_MATRICES, heights)}
     start = parameters_to_vector(weights.values())
-    counts = {name: [part.stop - part.start for part in own] for name, own in rows.items()}
-    divided = [name for name, own in counts.items() if own.count(0) < P - 1]
     data = (torch.randn(24, 8).double(), torch.randn(24, sum(heights)).double().sign())
     job = (nn.ParameterDict(weights), data, unshards)
     ranks = run(silent.muon, *job, 6, world_size=P, device="cpu").values
@@ -219,11 +228,12 @@ def _matrices(like: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
     return {name: part.view_as(like[name]) for name, part in zip(like, parts)}
 
 
-def last_bits(seed: int | None = None) -> Case:
+@with_torch_seed
+def last_bits(seed: int) -> Case:
     """Clues: ``versions`` that the ranks have, {"gradients of step 0": {tensor: number}, and so on
     "weights in the end"}; ``distances`` of the replicas {dtype: by step}.
     """
-    _, drawn = seeded(seed)
+    drawn = random.Random(seed)
     P = drawn.choice([3, 4])
     in_turns = drawn.random() < 0.5
     # In each order another layer is the smallest, and no other is as small.

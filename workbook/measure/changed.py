@@ -24,7 +24,7 @@ from labkit.engine.tracing import Trace
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.ddp import NaiveDDP
 from labkit.strategies.on_shares import OnShares
-from labkit.units import format_seconds
+from labkit.units import check_integer, format_seconds
 from workbook.measure import predicted
 from workbook.measure.record import Table, machine, write
 
@@ -146,6 +146,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="steps of a run (7)")
     arguments = parser.parse_args()
     check_writable(arguments.json)
+    check_integer("repeats", arguments.repeats, least=3)
     rows = []
     for change in CHANGES:
         rows.append(measure(change, arguments.repeats))

@@ -69,13 +69,16 @@ class FaultyRun:
     Attributes:
         faults: those that came before its end.
         spans: what each rank did, of the kinds train, run again, checkpoint, recover, down, wait.
+        num_failures: how often all ranks were started anew; a fault that nobody lost patience
+            over is no failure.
         losses: step -> the loss, each time that it was run.
-        step_s: the median step that no fault met.
+        step_s: the median of the steps.
         duration_s: until the end of the last step.
     """
 
     faults: Sequence[Fault]
     spans: Sequence[Span]
+    num_failures: int
     losses: dict[int, list[float]]
     step_s: float
     duration_s: float
@@ -87,26 +90,37 @@ class FaultyRun:
 
     @property
     def goodput(self) -> float:
-        """Useful steps / the steps for which there would have been time without faults."""
+        """Useful steps / the steps for which there would have been time.
+
+        There are neither faults nor checkpoints in that time.
+        """
         return self.useful_s / self.duration_s
 
     @property
     def between_failures_s(self) -> float:
         """Seconds between failures on average; infinite without any."""
-        if not self.faults:
+        if self.num_failures == 0:
             return math.inf
-        return self.duration_s / len(self.faults)
+        return self.duration_s / self.num_failures
 
 
 def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None) -> FaultyRun:
     """Train while hosts fail, on two hosts of two ranks; takes ``duration_s`` and a few seconds.
 
     Raises:
-        ValueError: two faults are so close that the second would meet a recovery.
-        RuntimeError: training did not come to its end.
+        ValueError: two faults are so close that the second would meet a recovery, or one lasts
+            longer than that.
+        RuntimeError: training did not come to its end, or a fault met a recovery that took longer
+            than ``recovery_s``.
     """
     settings = settings or Settings()
     faults = sorted(faults, key=lambda fault: fault.at_s)
+    for fault in faults:
+        if fault.kind != "kill" and fault.lasts_s >= settings.recovery_s:
+            raise ValueError(
+                f"the {fault.kind} at {fault.at_s:g} s lasts {fault.lasts_s:g} s, and a recovery "
+                f"from it would begin before its end: take less than {settings.recovery_s:g} s"
+            )
     for before, after in itertools.pairwise(faults):
         if after.at_s < before.at_s + settings.recovery_s:
             raise ValueError(
@@ -134,10 +148,12 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
                 is_over.set()
                 injector.join()
         events = _read_events(folder)
-        if not has_ended or not all(events) or not (folder / "begun").exists():
+        begun_s = faulty_hosts.read_moment(folder / "begun")
+        ends_s = [event["end_s"] - begun_s for event in events[0] if event["kind"] == "step"]
+        if not has_ended or not all(events) or max(ends_s, default=0.0) < settings.duration_s:
             last = "\n".join(lines[-5:])
             raise RuntimeError(f"training with faults did not come to its end:\n{last}")
-        return _result(faults, events, faulty_hosts.read_moment(folder / "begun"))
+        return result_of(faults, events, begun_s)
 
 
 def _inject(faults: Sequence[Fault], folder: Path, is_over: threading.Event) -> None:
@@ -184,9 +200,13 @@ def _read_events(folder: Path) -> list[list[dict[str, Any]]]:
     return events
 
 
-def _result(
+def result_of(
     faults: Sequence[Fault], events: list[list[dict[str, Any]]], begun_s: float
 ) -> FaultyRun:
+    """Return what the ranks have noted, by rank in the order of time, as a run.
+
+    RuntimeError if a fault came before training went on after the one before it.
+    """
     losses: dict[int, list[float]] = {}
     seconds = []
     for event in events[0]:
@@ -195,10 +215,19 @@ def _result(
             seconds.append(event["end_s"] - event["start_s"])
     end_s = max(event["end_s"] for event in events[0] if event["kind"] == "step")
     met = [fault for fault in faults if fault.at_s < end_s - begun_s]
+    ends_s = [event["end_s"] - begun_s for event in events[0] if event["kind"] == "step"]
+    for before, after in itertools.pairwise(met):
+        if not any(before.at_s < step_end_s <= after.at_s for step_end_s in ends_s):
+            raise RuntimeError(
+                f"the fault at {after.at_s:g} s met the recovery from the one before, which took "
+                "longer than recovery_s: take a larger one, or move the fault"
+            )
+    num_failures = sum(event["kind"] == "process" for event in events[0]) - 1
     spans = []
     for rank, noted in enumerate(events):
         spans += _spans_of(rank, noted, met, begun_s)
-    return FaultyRun(met, spans, losses, statistics.median(seconds), end_s - begun_s)
+    step_s = statistics.median(seconds)
+    return FaultyRun(met, spans, num_failures, losses, step_s, end_s - begun_s)
 
 
 def _spans_of(

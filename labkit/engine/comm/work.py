@@ -118,10 +118,13 @@ class Work(dist.Work):
             TimeoutError: it takes longer than ``timeout``, by default the group's.
             Exception: the error of the operation.
         """
-        if self.recorder is not None and self.call is not None:
-            self.recorder.waits_for(self.call[0])
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
-        if not self.done.wait(limit_s):
+        if self.recorder is not None and self.call is not None:
+            with self.recorder.waiting_for(self.call[0]):
+                has_ended = self.done.wait(limit_s)
+        else:
+            has_ended = self.done.wait(limit_s)
+        if not has_ended:
             origin = f"{self}, called at {self.location}"
             raise TimeoutError(f"{origin}, was still running after {limit_s:g} s")
         if self._error is not None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,11 +148,13 @@ class Recorder:
         self._stack()
         self._open.call = call
 
-    def waits_for(self, number: int) -> None:
-        """Record, in an open ``wait`` region, that it waits for the call with this number."""
+    @contextmanager
+    def waiting_for(self, number: int) -> Iterator[None]:
+        """Record the block as waiting for the call with this number: in a ``wait`` region."""
         stack = self._stack()
-        if stack and stack[-1].kind == "wait":
+        with nullcontext() if stack and stack[-1].kind == "wait" else self.region("wait"):
             stack[-1].messages += ((self.rank, self.rank, number),)
+            yield
 
     def _add(
         self,

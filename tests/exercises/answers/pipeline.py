@@ -70,6 +70,11 @@ def last_backward_first(stage, num_stages, num_micro_batches):
         yield kind, m if kind == "forward" else num_micro_batches - 1 - m
 
 
+def one_at_a_time(stage, num_stages, num_micro_batches):
+    for m in range(num_micro_batches):
+        yield from (f"F{m}", f"B{m}", f"W{m}")
+
+
 def forwards_again(stage, P, M):
     ahead = P - 1 - stage
     yield from (f"F{m}" for m in range(ahead))
@@ -165,7 +170,13 @@ ANSWERS = [
     Answers(
         check.pipeline.zero_bubble,
         [cut_in_two, by_counting],
-        [weights_at_once, weights_at_the_end, weights_after_the_drain, forwards_again],
+        [
+            weights_at_once,
+            weights_at_the_end,
+            weights_after_the_drain,
+            forwards_again,
+            one_at_a_time,
+        ],
     ),
     Answers(
         check.pipeline.hop,

@@ -101,8 +101,9 @@ def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> st
     if any(map(other_kind, values, expected)):
         return ""
     if wrong.name == "entry":
-        values = [entry[wrong.index] for entry in values]
-        expected = [entry[wrong.index] for entry in expected]
+        # The same entry of each case, of those that have it.
+        values = [entry[wrong.index] for entry in values if _has(entry, wrong.index)]
+        expected = [entry[wrong.index] for entry in expected if _has(entry, wrong.index)]
     if not all(isinstance(entry, (int, float)) for entry in [*values, *expected]):
         return ""
     pairs = {(value, right) for value, right in zip(values, expected) if value or right}
@@ -111,7 +112,12 @@ def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> st
     factor = min(value / right for value, right in pairs)
     if factor == 0 or not all(agree(value, factor * right) for value, right in pairs):
         return ""
-    return f"in each case it is {factor:.4g} times the expected number"
+    times = f"{factor:.4g}"
+    return "" if times == "1" else f"in each case it is {times} times the expected number"
+
+
+def _has(entries: Any, index: Any) -> bool:
+    return index in entries if isinstance(entries, dict) else index < len(entries)
 
 
 def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:

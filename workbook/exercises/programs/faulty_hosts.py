@@ -36,7 +36,7 @@ class Settings:
     Attributes:
         every: steps between checkpoints.
         step_s, checkpoint_s: seconds of computing in a step, and of a checkpoint.
-        recovery_s: no step is made so many seconds after a fault.
+        recovery_s: seconds after a fault in which no step is made.
         patience_s: a rank that waits longer for the others ends.
         duration_s: of the whole training.
     """
@@ -62,7 +62,11 @@ def train(rank: int, folder: Path, settings: Settings, note: Any) -> None:
         is_over = torch.tensor([float(time.monotonic() > begun_s + settings.duration_s)])
         total = torch.cat([loss.view(1), gradient, is_over])
         work = dist.all_reduce(total, async_op=True)
-        work.wait(timedelta(seconds=settings.patience_s))
+        try:
+            work.wait(timedelta(seconds=settings.patience_s))
+        except RuntimeError as error:
+            print(f"rank {rank} got no answer: {str(error).splitlines()[0]}", flush=True)
+            os._exit(1)
         total /= dist.get_world_size()
         line -= RATE * total[1:3]
         note("step", start_s, step=step, loss=total[0].item())
@@ -145,11 +149,7 @@ def main() -> None:
     start_s = time.monotonic()
     sleep_until(read_moment(folder / "fault") + settings.recovery_s)
     note("recover", start_s)
-    try:
-        train(rank, folder, settings, note)
-    except RuntimeError as error:
-        print(f"rank {rank} got no answer: {str(error).splitlines()[0]}", flush=True)
-        os._exit(1)
+    train(rank, folder, settings, note)
     dist.destroy_process_group()
 
 
