@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 25965,
+    "labkit": 26000,
     "notebooks": 900,
-    "tests": 27405,
+    "tests": 27540,
     "tools": 1685,
-    "workbook": 16240,
+    "workbook": 16310,
 }
 
 
