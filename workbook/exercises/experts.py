@@ -36,7 +36,9 @@ def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | No
     divided by their sum; of a single expert the weight is its probability.
     """
     logits = random_tensor(7 * num_experts + k, num_tokens, num_experts)
-    returned = plain(fn(logits.clone(), k))
+    # A clone of a leaf, which may be changed in place.
+    result = fn(logits.clone().requires_grad_().clone(), k)
+    returned = plain(result)
     if not isinstance(returned, list) or len(returned) != 2:
         return Wrong(f"it returned {short(returned)}, expected two tensors: experts, weights")
     experts, weights = returned
@@ -61,6 +63,9 @@ def route(fn: Callable, num_tokens: int, num_experts: int, k: int) -> Wrong | No
             f"the weights of token {token} are {short(weights[token].tolist())}, expected "
             f"{short(right[token].tolist())}{_weights_mistake(logits, weights, top)}"
         )
+    has_gradient = not isinstance(result, (list, tuple)) or result[1].requires_grad
+    if num_tokens and not has_gradient:
+        return Wrong("the weights are right, but have no gradient: the router would not learn")
     return None
 
 

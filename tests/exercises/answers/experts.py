@@ -35,6 +35,10 @@ def least_probable(logits, k):
     return by_sorting(-logits, k)
 
 
+def without_gradient(logits, k):
+    return by_sorting(logits.detach(), k)
+
+
 # kept(experts, num_experts, most)
 
 
@@ -121,7 +125,13 @@ ANSWERS = [
     Answers(
         check.experts.route,
         [by_sorting, lambda logits, k: by_sorting(logits.double(), k)],
-        [softmax_of_the_chosen, least_probable, partial(by_sorting, divides=False), in_int32],
+        [
+            softmax_of_the_chosen,
+            least_probable,
+            partial(by_sorting, divides=False),
+            in_int32,
+            without_gradient,
+        ],
     ),
     Answers(
         check.experts.kept,
