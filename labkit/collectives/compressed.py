@@ -34,7 +34,7 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 
 
 def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce:
-    """Make the all-reduce of ``--compress``: ``fp16``, ``bf16``, ``topk``; None: the exact ring.
+    """Return the all-reduce for ``--compress`` fp16, bf16 or topk; for None the exact ring.
 
     ``hierarchical`` compresses what travels between hosts, not ``topk``: inside them, sums are
     exact. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
