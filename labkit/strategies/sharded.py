@@ -437,10 +437,7 @@ class Sharded(OnShares):
             self.peaks[moment] = live_bytes
 
     def notes(self) -> dict[str, Any]:
-        """Bytes by kind and rank, at most in set-up and in backward, and between steps.
-
-        A collective call.
-        """
+        """Bytes by kind and rank: peaks in setup and backward, and between steps; collective."""
         moments = {
             "setup": self.peaks["setup"],
             "between_steps": self.live_bytes(),
