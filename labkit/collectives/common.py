@@ -1,4 +1,4 @@
-"""Parts of all collectives: reductions, a flat tensor to work on, a step of a timetable, checks.
+"""Parts of all collectives: reductions, a flat tensor to work on, a step of a schedule, checks.
 
 All collectives reduce through one class, so an operation that does not suit a dtype is refused in
 the same words everywhere, before the first message.
@@ -127,7 +127,7 @@ def collective_in_place(
 
 
 def transfer(comm: Comm, step: Transfer, outgoing: Tensor, incoming: Tensor) -> None:
-    """Do one step of a timetable: send ``outgoing``, fill ``incoming``, or both at once."""
+    """Execute one step of a schedule: send ``outgoing``, fill ``incoming``, or both at once."""
     if step.dst is not None and step.src is not None:
         comm.exchange(outgoing, step.dst, incoming, step.src)
     elif step.dst is not None:

@@ -34,7 +34,7 @@ AllReduce = Callable[[Comm, Tensor], Tensor]
 
 
 def all_reduce_of(compress: str | None, hierarchical: bool = False) -> AllReduce:
-    """Make the all-reduce of ``--compress``: ``fp16``, ``bf16``, ``topk``; None: the exact ring.
+    """Return the all-reduce for ``--compress`` fp16, bf16 or topk; for None the exact ring.
 
     ``hierarchical`` compresses what travels between hosts, not ``topk``: inside them, sums are
     exact. Each call makes a new object, since ``topk`` keeps what it has not sent yet.
@@ -153,7 +153,8 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     coalesced = tensor.detach().coalesce()
     wide = Reduction.of(op, coalesced.values()).wide
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
-        counts = [int(count) for count in all_gather(comm, torch.tensor(coalesced._nnz()))]
+        own_count = torch.tensor(coalesced._nnz(), device=comm.device)
+        counts = [int(count) for count in all_gather(comm, own_count)]
         indices = _gather_entries(comm, coalesced.indices().t(), counts)
         values = _gather_entries(comm, coalesced.values(), counts)
         total = torch.sparse_coo_tensor(

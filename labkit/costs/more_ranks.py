@@ -2,7 +2,7 @@
 
 Only for data parallelism whose messages are those of a ring, or of an all-reduce in shared memory:
 these have formulas for any number of ranks. A rank takes the work of a recorded one, and computes
-in proportion to its samples. Each half of a ring becomes one meeting of all ranks.
+in proportion to its samples. Each half of a ring becomes one operation of all ranks.
 
 Symbols: P ranks recorded, N predicted, S bytes of one rank's tensor.
 """
@@ -54,12 +54,12 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
     new_lanes: Lanes = {}
     for rank, (start, end) in enumerate(chunk_bounds(batch_size, num_ranks)):
         template = rank % old_ranks
-        rows = {lane: steps for (owner, lane), steps in lanes.items() if owner == template}
+        recorded = {lane: steps for (owner, lane), steps in lanes.items() if owner == template}
         ratios = dict.fromkeys(STEP_KINDS, (end - start) / samples[template])
         if technique == "sharded":
             # Each rank updates its part of the parameters.
             ratios["update"] = old_ranks / num_ranks
-        for lane, steps in _lanes_of_rank(rank, rows, (old_ranks, num_ranks), ratios).items():
+        for lane, steps in _lanes_of_rank(rank, recorded, (old_ranks, num_ranks), ratios).items():
             new_lanes[rank, lane] = steps
     match(new_lanes)
     return new_lanes
@@ -78,17 +78,17 @@ def _check_kinds(lanes: Lanes, num_ranks: int) -> None:
 
 
 def _lanes_of_rank(
-    rank: int, rows: dict[int, list[Step]], sizes: tuple[int, int], ratios: dict[str, float]
+    rank: int, recorded: dict[int, list[Step]], sizes: tuple[int, int], ratios: dict[str, float]
 ) -> dict[int, list[Step]]:
-    """The steps by lane of ``rank`` of N, whose work is that of a recorded rank of P."""
+    """The steps by lane of ``rank``, with the work of ``recorded`` ones; ``sizes`` are P and N."""
     parts = []
-    for lane, steps in rows.items():
+    for lane, steps in recorded.items():
         parts += [(lane, part) for part in _collectives(steps, sizes[0])]
     # Collectives have one order on all ranks, whichever thread carries them out.
     parts.sort(key=lambda lane_and_part: lane_and_part[1][0].came_s)
     number = 0
     copy_of: dict[int, Step] = {}
-    new_rows: dict[int, list[Step]] = {lane: [] for lane in rows}
+    new_lanes: dict[int, list[Step]] = {lane: [] for lane in recorded}
     for lane, part in parts:
         first = part[0]
         span = replace(first.span, rank=rank)
@@ -100,25 +100,25 @@ def _lanes_of_rank(
             own_s *= ratios.get(span.kind, 1.0)
         fields = {"awaited": set(first.awaited), "is_called": first.is_called}
         copy_of[id(first)] = Step(span, first.came_s, first.gap_s, own_s, **fields)
-        new_rows[lane].append(copy_of[id(first)])
+        new_lanes[lane].append(copy_of[id(first)])
     for _, part in parts:
         for step in part:
             for called_s, called in step.calls:
                 copy_of[id(part[0])].calls.append((called_s, copy_of[id(called)]))
-    return new_rows
+    return new_lanes
 
 
 def _collectives(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Step]]:
-    """Cut a lane into halves of rings, of P - 1 messages each, and single steps."""
+    """Cut a lane into parts: P - 1 messages that are half of a ring, or any other single step."""
     index = 0
     while index < len(steps):
         first = index
-        missing = 0
+        messages_left = 0
         if steps[first].is_message and not steps[first].is_joint:
-            missing = num_ranks - 2
+            messages_left = num_ranks - 2
         index += 1
-        while missing and index < len(steps):
-            missing -= steps[index].is_message
+        while messages_left and index < len(steps):
+            messages_left -= steps[index].is_message
             index += 1
         yield steps[first:index]
 
@@ -126,7 +126,7 @@ def _collectives(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Ste
 def _joint(
     span: Span, number: int, part: Sequence[Step], sizes: tuple[int, int]
 ) -> tuple[Span, float]:
-    """A collective as a meeting of N ranks, and the seconds that it takes beyond the link."""
+    """One span that stands for a collective of N ranks, and its seconds beyond the link."""
     old_ranks, num_ranks = sizes
     own_s = sum(step.own_s for step in part)
     num_bytes = sum(step.span.num_bytes for step in part)

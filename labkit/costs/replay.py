@@ -73,7 +73,7 @@ class Step:
 
     @property
     def is_joint(self) -> bool:
-        """Whether it is a meeting of all ranks: a barrier, or a collective in shared memory."""
+        """True for an operation of all ranks: a barrier, or a collective in shared memory."""
         return any(src < 0 for src, _, _ in self.span.messages)
 
 
@@ -92,7 +92,7 @@ class Network:
         return rank // (self.ranks_per_host or 1)
 
     def passes(self, rank: int, other: int) -> bool:
-        """Whether messages between two ranks take the link."""
+        """True if messages between two ranks take the link."""
         return self.ranks_per_host is None or self.card_of(rank) != self.card_of(other)
 
     def __str__(self) -> str:
@@ -286,7 +286,7 @@ class Replay:
         heapq.heappush(self.events, (time_s, next(self.counter), happen, subject))
 
     def _free(self, now_s: float, lane: tuple[int, int]) -> None:
-        """A lane has ended a step: it comes to the next one, unless that was not called yet."""
+        """End a lane's step: it comes to the next one, unless that has not been called yet."""
         if self.next[lane] == len(self.lanes[lane]):
             return
         step = self.lanes[lane][self.next[lane]]
@@ -315,7 +315,7 @@ class Replay:
         self._go_on(now_s, step)
 
     def _go_on(self, now_s: float, step: Step) -> None:
-        """Begin a step's work, or meet its partners, once the calls it waits for have ended."""
+        """Begin a step's work, or wait for its partners, once all awaited calls have ended."""
         missing = [n for n in step.awaited if self.missing[step.span.rank, n]]
         if missing:
             self.waiting[step.span.rank, missing[0]].append(step)

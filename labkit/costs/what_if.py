@@ -45,15 +45,15 @@ class WhatIf:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as the recorded run the predicted one takes."""
+        """Predicted seconds divided by recorded ones."""
         return self.predicted_s / self.recorded_s if self.recorded_s else math.inf
 
     def explain(self) -> Limit:
-        """What limits the predicted run."""
+        """The limit of the predicted run, as ``what_limited`` names it."""
         return what_limited(self.predicted, gap="idle time")
 
     def beside(self, run: Any) -> str:
-        """How far the prediction is from ``run``, made under these conditions, in words."""
+        """A sentence: the prediction's error against ``run``, made under these conditions."""
         trace = getattr(run, "trace", run)
         run_s, unit = _seconds(trace)
         if unit != self.unit or not run_s:
@@ -96,10 +96,9 @@ def what_if(
     """
     trace = getattr(run, "trace", run)
     _check(trace)
-    about = trace.about
     network = None
-    if about.get("link"):
-        network = _network(**about["link"])
+    if trace.about.get("link"):
+        network = _network(**trace.about["link"])
     num_ranks = len(trace.ranks)
     conditions = []
     if ranks is not None:
@@ -159,8 +158,7 @@ def _check(trace: Trace) -> None:
     """Raise ValueError for a trace that cannot be played again."""
     about = trace.about
     if "predicted" in about:
-        words = about["predicted"]
-        raise ValueError(f"the trace is a prediction, {words}: give the recorded one")
+        raise ValueError(f"the trace is a prediction, {about['predicted']}: give the recorded one")
     if trace.apart:
         raise ValueError(
             "the trace is from PyTorch's profiler, which records neither the bytes of a message "

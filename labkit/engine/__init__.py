@@ -1,4 +1,4 @@
-"""How P processes run, talk and fail.
+"""The processes of a run: their start, their messages, their failures.
 
 comm       the operations of a rank, and what moves the bytes
 runtime    from a function to P processes and back

@@ -183,7 +183,7 @@ class Pipelining:
 
     @property
     def cuts_backward(self) -> bool:
-        """Whether a backward is two actions: the gradients of inputs, and those of weights."""
+        """True if a backward is two actions: the gradients of inputs, and those of weights."""
         sizes = (2, 2, 2) if self.interleaves else (2, 2)
         # (Rank 0 may need no gradients of inputs.)
         actions = itertools.chain(self.actions(0, *sizes), self.actions(1, *sizes))
@@ -200,7 +200,7 @@ PIPELINES = {
 
 
 def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
-    """V of a schedule: the given number, or else 2 for ``interleaved`` and 1 for the others."""
+    """Return V, the stages per rank: as given, or else 2 for ``interleaved`` and 1 for others."""
     check_choice("schedule", schedule, PIPELINES)
     is_interleaved = PIPELINES[schedule].interleaves
     if stages_per_rank is None:

@@ -194,7 +194,9 @@ class Strategy:
     def predict(self, inputs: Tensor) -> Tensor | None:
         """Logits [n, classes] in evaluation mode; None on a rank that does not get them."""
         self.model.eval()
-        outputs = self.run(inputs)
+        # In the dtypes of training, as stages do: a technique does not change what is judged.
+        with self.precision.autocast(self.comm.device):
+            outputs = self.precision.wide(self.run(inputs))
         self.model.train()
         return outputs.to(self.comm.device)
 

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from labkit.collectives import (
     SharedBucket,
@@ -80,18 +81,25 @@ class NaiveDDP(nn.Module):
         self.trained = trained_parameters(module)
         self._synchronises = True
         self._in_backward = False
+        self._will_end = False  # whether autograd will call ``_on_end``
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         # (Python's collector does not see a cycle that goes through such a hook.)
-        on_gradient = weakref.WeakMethod(self._on_gradient)
+        self._begin_hook = partial(_call_method, weakref.WeakMethod(self._on_begin))
+        gradient_hook = partial(_call_method, weakref.WeakMethod(self._on_gradient))
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(partial(_call_method, on_gradient))
+            parameter.register_post_accumulate_grad_hook(gradient_hook)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # (Activation checkpointing may call it inside a backward.)
         if torch._C._current_graph_task_id() == -1:
             self._forget_broken_backward()
-        return self.module(*inputs, **keywords)
+        outputs = self.module(*inputs, **keywords)
+        # Here the outermost backward begins: inside it checkpointed layers may run their own.
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._begin_hook)
+        return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -99,7 +107,8 @@ class NaiveDDP(nn.Module):
 
         The first backward after the context all-reduces the accumulated gradients.
         """
-        before, self._synchronises = self._synchronises, False
+        before = self._synchronises
+        self._synchronises = False
         try:
             yield
         finally:
@@ -112,17 +121,24 @@ class NaiveDDP(nn.Module):
             parameter.grad = parameter.grad.to_dense()
         if not self._synchronises:
             return
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._on_end)
+        self._on_begin()
+        self._in_backward = True
         self.gradient_ready(parameter)
 
+    def _on_begin(self, _: Tensor | None = None) -> None:
+        if self._synchronises and not self._will_end:
+            self._will_end = True
+            Variable._execution_engine.queue_callback(self._on_end)
+
     def _on_end(self) -> None:
-        self._in_backward = False
-        self.end_backward()
+        self._will_end = False
+        if self._in_backward:  # a gradient has come: ``torch.autograd.grad`` gives none
+            self._in_backward = False
+            self.end_backward()
 
     def _forget_broken_backward(self) -> None:
         """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
+        self._will_end = False
         if self._in_backward:
             self._in_backward = False
             self.wait_and_reset(is_broken=True)
@@ -148,11 +164,11 @@ class NaiveDDP(nn.Module):
             self.all_reduce(self.comm, parameter.grad, self.op)
 
 
-def _call_method(method: "weakref.WeakMethod[Any]", parameter: nn.Parameter) -> None:
+def _call_method(reference: "weakref.WeakMethod[Any]", tensor: Tensor) -> None:
     """Call the method, unless its object is gone."""
-    alive = method()
-    if alive is not None:
-        alive(parameter)
+    method = reference()
+    if method is not None:
+        method(tensor)
 
 
 class BucketedDDP(NaiveDDP):
@@ -166,11 +182,18 @@ class BucketedDDP(NaiveDDP):
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
         sizes = [p.numel() * p.element_size() for p in self.trained]
-        kinds = [p.dtype for p in self.trained]
-        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=kinds)
+        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=[p.dtype for p in self.trained])
         self.buckets = [Bucket(comm, [self.trained[i] for i in indices]) for indices in assigned]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Work] = []
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if self._synchronises and parameter not in self._bucket_of[parameter].missing:
+            raise ValueError(
+                f"a parameter {list(parameter.shape)} got another gradient after its sum began: "
+                "with activation checkpointing, call checkpoint with use_reentrant=False"
+            )
+        super()._on_gradient(parameter)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket, and send the buckets whose turn has come.
@@ -229,8 +252,7 @@ class BucketedDDP(NaiveDDP):
 class Bucket:
     """Gradients that are all-reduced together, as views of one flat tensor [N].
 
-    ``missing`` are the parameters without a gradient so far in this backward; if there are none,
-    the bucket is full.
+    ``missing`` are the parameters without a gradient so far in this backward; a full one has none.
     """
 
     def __init__(self, comm: Comm, parameters: list[nn.Parameter]):
@@ -255,18 +277,10 @@ class Bucket:
 
 
 class LocalSGD(NaiveDDP):
-    """A ``NaiveDDP`` that averages parameters instead of gradients, in ``average``.
-
-    With an ``outer_step`` the mean is not taken as it is.
-    """
+    """A ``NaiveDDP`` that averages parameters, not gradients; ``outer_step`` makes it DiLoCo."""
 
     def __init__(
-        self,
-        comm: Comm,
-        module: nn.Module,
-        *,
-        outer_step: "OuterStep | None" = None,
-        **options: Any,
+        self, comm: Comm, module: nn.Module, outer_step: "OuterStep | None" = None, **options: Any
     ):
         super().__init__(comm, module, **options)
         self._synchronises = False
@@ -315,11 +329,10 @@ class OuterStep:
 
     def update(self, mean: Tensor) -> None:
         """Replace the ranks' ``mean`` [N] by the parameters after the outer step."""
-        # The outer gradient, by which plain averaging would go down.
-        moved = self.parameters - mean
-        self.velocity = self.momentum * self.velocity + moved
-        # parameters - lr (moved + momentum velocity), so written that lr 1 leaves the mean exact.
-        mean += (1 - self.lr) * moved - self.lr * self.momentum * self.velocity
+        outer_gradient = self.parameters - mean
+        self.velocity = self.momentum * self.velocity + outer_gradient
+        # parameters - lr (gradient + momentum velocity), so written that lr 1 keeps the mean.
+        mean += (1 - self.lr) * outer_gradient - self.lr * self.momentum * self.velocity
         self.parameters = mean.clone()
 
 
@@ -349,16 +362,15 @@ class DDP(OnShares):
         if self.average_every is None:
             if self.outer_step is not None:
                 raise ValueError(
-                    f"outer_lr {self.outer_lr} and outer_momentum {self.outer_momentum} are of "
-                    "the step after an average of parameters: give average_every, the updates "
-                    "between two averages"
+                    f"outer_lr {self.outer_lr} and outer_momentum {self.outer_momentum} are of an "
+                    "average of parameters: give average_every, the updates between two of them"
                 )
             return
-        reason = (
+        no_checkpoint = (
             f"with average_every {self.average_every} momenta differ between ranks, and a "
             "checkpoint holds one optimizer"
         )
-        self.traits = replace(self.traits, no_checkpoint=reason)
+        self.traits = replace(self.traits, no_checkpoint=no_checkpoint)
         refused = {
             "sync_batch_norm": (self.sync_batch_norm, "communicates in every step"),
             "bucket_mb": (self.bucket_mb != 25, "is about gradients, which stay local"),
@@ -399,7 +411,7 @@ class DDP(OnShares):
         self.average_replicas()
 
     def average_replicas(self) -> None:
-        """Average what local SGD has changed since; otherwise all replicas are equal already."""
+        """Average local SGD's replicas, unless no update has come since the last average."""
         if isinstance(self.replica, LocalSGD) and self.since_average:
             self.replica.average()
             self.since_average = 0

@@ -149,10 +149,10 @@ class Mesh(Pipeline):
         if self.tensor.rank > 0:
             uncut = {p for p in self.trained if p not in self.group.cuts}
             self.counted_elsewhere = uncut.union(self.counted_elsewhere)
-        sizes = [p.numel() * p.element_size() for p in self.trained]
-        kinds = [p.dtype for p in self.trained]
         self.buckets = []
         if self.dp > 1:
+            sizes = [p.numel() * p.element_size() for p in self.trained]
+            kinds = [p.dtype for p in self.trained]
             for indices in assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds):
                 self.buckets.append(Bucket(self.data, [self.trained[i] for i in indices]))
 

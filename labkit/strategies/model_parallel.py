@@ -68,8 +68,11 @@ class ModelParallelOneProcess(OnShares):
 
     def run(self, inputs: Tensor) -> Tensor:
         value = self.stages[0](inputs.to(self.devices[0]))
+        # (A caller's autocast is that of the first device's type; a GPU and the CPU differ.)
+        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
         for stage, source, target in zip(self.stages[1:], self.devices, self.devices[1:]):
-            value = stage(_Crossing.apply(value, self, source, target))
+            with torch.autocast(target.type, self.precision.half, enabled=is_autocast):
+                value = stage(_Crossing.apply(value, self, source, target))
         return value
 
     def move(self, kind: str, value: Tensor, source: torch.device, target: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a technique gives to a checkpoint, and takes from it.
+"""The tensors that a technique gives to a checkpoint, and takes from it.
 
 The names of a checkpoint's tensors: ``model/NAME``, a parameter or buffer as the model's state
 dict names it; ``optimizer/NAME/KEY``, the optimizer's state of a parameter, or ``number/NAME/KEY``

@@ -46,7 +46,7 @@ from labkit.workload.losses import Loss
 
 
 class Flat:
-    """Parameters that are divided together; their values lie in ``full`` [N], cut into ``chunks``.
+    """A flat parameter: some parameters in one tensor ``full`` [N], cut into ``chunks``, shards.
 
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
     memory between ``gather`` and ``free`` alone (a new flat is gathered, too). The parameters may
@@ -162,7 +162,7 @@ class Flat:
 
 
 def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
-    """Cut a chain into units; a layer begins one after more than ``least_bytes``."""
+    """Cut a chain into units: one is complete when it has more than ``least_bytes``."""
     units: list[list[nn.Module]] = []
     unit_bytes = 0
     for layer in layers:
@@ -279,11 +279,11 @@ class Sharded(OnShares):
         accumulate: as elsewhere; stages 2 and 3 sum the gradients of each micro-batch.
 
     Attributes:
-        flats: by dtype, and whether they are trained, the parameters that belong to a unit.
+        flats: the flat parameters; those of one unit differ in dtype or in ``requires_grad``.
         uses: by unit, the numbers of the flats that it uses.
         trained_flats: the numbers of the flats that are trained.
-        peaks: the ``live_bytes`` with the largest sum at ``setup``, while the flats are made, and
-            the ``most`` of two steps when backward enters a unit.
+        peaks: the ``live_bytes`` with the largest sum: at ``setup``, while the flats are made, and
+            at ``most``, when backward enters a unit in one of the first two steps.
         activation_bytes: what the first forward kept for its backward.
     """
 
@@ -437,10 +437,7 @@ class Sharded(OnShares):
             self.peaks[moment] = live_bytes
 
     def notes(self) -> dict[str, Any]:
-        """Bytes by kind and rank, at most in set-up and in backward, and between steps.
-
-        A collective call.
-        """
+        """Bytes by kind and rank: peaks in setup and backward, and between steps; collective."""
         moments = {
             "setup": self.peaks["setup"],
             "between_steps": self.live_bytes(),

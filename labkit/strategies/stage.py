@@ -32,9 +32,9 @@ from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, 
 
 
 class MemoryMeter:
-    """The most bytes that a rank keeps for backwards at one time, ``peak_bytes``.
+    """Measures ``peak_bytes``, the most bytes that a rank keeps for backwards at one time.
 
-    ``kept`` has what counts them by stage and micro-batch: ``HeldBytes`` or ``LayerGraphs``.
+    ``kept`` are the counters, by stage and micro-batch: ``HeldBytes`` or ``LayerGraphs``.
     """
 
     def __init__(self, module: nn.Module):
@@ -54,7 +54,7 @@ class MemoryMeter:
 
 
 class Stage:
-    """The layers of stage ``index``, and by micro-batch what it keeps from forward to backward.
+    """The layers of stage ``index``, and the tensors kept for backward, by micro-batch.
 
     ``strategy`` is all that the rank holds; ``entering`` and ``leaving`` are the layers' inputs
     and outputs, of the last stage the loss.
@@ -260,11 +260,11 @@ class StagedModel(Strategy):
         self.parameters = {names[parameter]: parameter for parameter in held}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
-        """The ranks that have a stage each; in a mesh some ranks, and it may cut the layers."""
+        """Return the ranks that divide the stages; a mesh takes some, and may cut the layers."""
         return comm
 
     def unshard(self, tensor: Tensor) -> Tensor:
-        """The whole of a parameter or buffer, of which a mesh may have cut ``tensor``."""
+        """Return the whole parameter or buffer; a mesh may have left this rank a shard of it."""
         return tensor.detach()
 
     def start(
@@ -332,8 +332,8 @@ class StagedModel(Strategy):
         if hop.recv:
             # The gradient of a stage's output is as large as what enters the next stage.
             stage = self.stages[hop.recv.chunk].index + (hop.recv.kind == "gradient")
-            shape = self.boundary(self.inputs[hop.recv.micro_batch], stage)
-            landing = torch.empty_like(shape, device=self.comm.device)
+            meta_tensor = self.boundary(self.inputs[hop.recv.micro_batch], stage)
+            landing = torch.empty_like(meta_tensor, device=self.comm.device)
         self.hops.run(hop, landing)
 
     def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -361,8 +361,8 @@ class StagedModel(Strategy):
         self.module.eval()
         for stage in self.stages:
             if stage.index > 0 and self.num_ranks > 1:
-                shape = self.boundary(inputs, stage.index)
-                value = torch.empty_like(shape, device=self.comm.device)
+                meta_tensor = self.boundary(inputs, stage.index)
+                value = torch.empty_like(meta_tensor, device=self.comm.device)
                 self.stage_comm.recv(value, (self.stage_rank - 1) % self.num_ranks)
             value = stage.run(value)
             if not stage.is_last and self.num_ranks > 1:

@@ -1,4 +1,4 @@
-"""What a training run has to know of a technique before it starts it."""
+"""Facts about a technique that a training run needs before it starts."""
 
 import enum
 from dataclasses import dataclass

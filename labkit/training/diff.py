@@ -1,4 +1,4 @@
-"""Where two layouts of one training run part, by how much, and the usual cause: ``labkit diff``.
+"""``labkit diff``: where two layouts of one training run part, by how much, and the usual cause.
 
 Both runs are recorded (``labkit.training.recording``), or were recorded before. Their entries are
 compared in the order in which a step makes them: what the modules return, the loss, the gradients

@@ -1,4 +1,4 @@
-"""What a training run did, step by step, small enough to keep: for ``labkit diff``.
+"""Records of a training run, step by step, small enough to keep: for ``labkit diff``.
 
 Of each tensor a record keeps its norm and the sums of eight parts of it, one after the other: a
 few hundred bytes. All nine are of float64. The sums are linear, so if one run's gradient is twice

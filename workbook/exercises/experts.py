@@ -143,7 +143,7 @@ def kept(experts: list[int], num_experts: int, most: int) -> list[int]:
 
 
 def _counts(rank: int, case: Case) -> list[int]:
-    """How many rows ``rank`` sends to each; some none, some of a rank all of its rows."""
+    """Numbers of rows that ``rank`` sends to each rank; some are 0, and some are all its rows."""
     counts = []
     for peer in range(case.world_size):
         key = 100 * rank + peer
@@ -156,7 +156,7 @@ def _rows(rank: int, case: Case) -> Tensor:
 
 
 def _arrived(rank: int, case: Case, senders: Callable | None = None) -> Tensor:
-    """What ``rank`` gets from the ``senders(rank, P)``, by default from all, rank 0 first."""
+    """Rows that ``rank`` gets from the ``senders(rank, P)``, by default from all, rank 0 first."""
     parts = [case.random(0, 0, _WIDTH)]
     for sender in senders(rank, case.world_size) if senders else range(case.world_size):
         parts.append(_rows(sender, case).split(_counts(sender, case))[rank])

@@ -90,7 +90,7 @@ def _lengths(drawn: random.Random, total: int) -> list[int]:
 
 
 def _states(logs: list[list[dict[str, Any]]]) -> int:
-    """How many different states the ranks end with."""
+    """Count the different states that the ranks end with."""
     return len({str(log[-1]["checksums"]) for log in logs})
 
 

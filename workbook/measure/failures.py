@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultyRun:
-    """What a run with faults has done; seconds count from its first step.
+    """Record of a run with faults; seconds count from its first step.
 
     Attributes:
         faults: those that came before its end.

@@ -250,7 +250,7 @@ def what_limited(
 
 
 def _has_stages(trace: Trace) -> bool:
-    """Whether the ranks are stages; replicas, which average gradients, are not."""
+    """True if the ranks are stages, not replicas, which average gradients."""
     kinds = set(trace.kinds)
     return {"forward", COMMUNICATE} <= kinds and len(STEP_KINDS & kinds) > 1
 

@@ -90,7 +90,7 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
 
 
 def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> str:
-    """What all values of this rank have in common with the expected ones, or "".
+    """Describe what this rank's values have in common with the expected ones; "" for nothing.
 
     They differ only in their order, or by one factor, as far as at least three numbers show it.
     """

@@ -31,7 +31,7 @@ _START_S = 30.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What takes how long; computing and writing are sleeps, as long on any machine.
+    """Durations of a run; computing and writing are sleeps, as long on any machine.
 
     Attributes:
         every: steps between checkpoints.
