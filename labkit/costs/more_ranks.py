@@ -113,14 +113,22 @@ def _collectives(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Ste
     index = 0
     while index < len(steps):
         first = index
-        messages_left = 0
-        if steps[first].is_message and not steps[first].is_joint:
-            messages_left = num_ranks - 2
+        begins_ring = steps[first].is_message and not steps[first].is_joint
+        missing = num_ranks - 2 if begins_ring else 0
         index += 1
-        while messages_left and index < len(steps):
-            messages_left -= steps[index].is_message
+        while missing and index < len(steps):
+            missing -= steps[index].is_message
+            index += 1
+        # What the last message has brought is added, too.
+        while begins_ring and index < len(steps) and _is_addition(steps[index], steps[first]):
             index += 1
         yield steps[first:index]
+
+
+def _is_addition(step: Step, message: Step) -> bool:
+    """Whether a step is work of the collective to which ``message`` belongs."""
+    same_collective = step.span.kind == message.span.kind and step.span.call == message.span.call
+    return same_collective and not step.is_message
 
 
 def _joint(

@@ -97,7 +97,8 @@ class NaiveDDP(nn.Module):
         outputs = self.module(*inputs, **keywords)
         # Here the outermost backward begins: inside it checkpointed layers may run their own.
         for output in tree_leaves(outputs):
-            if isinstance(output, Tensor) and output.requires_grad:
+            # (A leaf, such as a parameter that is returned, would keep the hooks of all steps.)
+            if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(self._begin_hook)
         return outputs
 

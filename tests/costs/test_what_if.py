@@ -75,7 +75,7 @@ def pipeline(schedule, num_ranks, micro_batches, forward_s, backward_s):
     return trace_of(num_ranks, fill)
 
 
-def ring_steps(num_ranks, num_bytes, steps=3):
+def ring_steps(num_ranks, num_bytes, steps=3, addition_s=0.0):
     """Training steps of 1 s on each rank, each with a ring all-reduce."""
 
     def fill(lane):
@@ -84,6 +84,8 @@ def ring_steps(num_ranks, num_bytes, steps=3):
             lane.work("compute", 1.0)
             for hop in ring_all_reduce(lane.rank, num_ranks):
                 lane.message(hop.dst, hop.src, num_bytes // num_ranks, kind=hop.phase)
+                if hop.phase == "share_reduce":
+                    lane.work(hop.phase, addition_s)
 
     return trace_of(num_ranks, fill, strategy="ring_all_reduce", batch_size=12)
 
@@ -131,6 +133,13 @@ def test_on_more_ranks_the_batch_is_divided_and_the_ring_grows(ranks):
     for rank in range(ranks):
         sent = [span.num_bytes for span in prediction.predicted.of(rank)]
         assert sum(sent) == 3 * cost.num_bytes
+
+
+@pytest.mark.parametrize("recorded", [2, 3])
+def test_a_rank_adds_all_slices_but_its_own(recorded):
+    prediction = what_if(ring_steps(recorded, 1200, addition_s=0.6), ranks=6)
+    tensor_s = 0.6 * recorded
+    assert prediction.predicted_s == pytest.approx(recorded / 6 + tensor_s * 5 / 6)
 
 
 @pytest.mark.parametrize("options", [{"strategy": "ddp", "bucket_mb": 0.01}, {"stage": 2}])
