@@ -5,6 +5,7 @@ that takes argparse's subparsers and gives each of its parsers a ``run``.
 """
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -170,7 +171,11 @@ def _explain(arguments: Namespace) -> int:
     from labkit.costs.what_if import what_if
     from labkit.engine.comm.emulated_link import EmulatedLink
     from labkit.engine.tracing.chrome import read_traces
+    from labkit.engine.tracing.load import list_files
 
+    for path in list_files(arguments.files):
+        if arguments.out and os.path.realpath(path) == os.path.realpath(arguments.out):
+            raise ValueError(f"out {arguments.out} is the recorded trace: give another file")
     trace, _ = read_traces(arguments.files)
     link = None
     if arguments.link is not None:
