@@ -161,14 +161,16 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
     model = work.make_model()
-    weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
+    # A loss may count its calls: training begins with one that no trial has called.
+    loss = copy.deepcopy(work.loss)
+    weighing = try_out(config.loss, model, loss, work.train, work.test, config.seed)
     _check_balance(model, config)
     strategy = make_strategy(config, own_parts=own_parts, work=work)
-    strategy.check_model(model, work.loss, config.world_size)
+    strategy.check_model(model, loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
     if own_parts.model is not None:
-        print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
+        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
     technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
     names = hooked(model)
