@@ -23,6 +23,8 @@ from torch.utils.data import TensorDataset
 
 from labkit import builtin as counterparts, strategies
 from labkit.engine.devices import check_named, plan, print_once
+from labkit.engine.files import check_folder
+from labkit.engine.started import is_rank_0
 from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
@@ -157,6 +159,10 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     if config.log_dir is not None:
         require("tensorboard", "log_dir")
     _check_record(config)
+    for name in ("checkpoint_dir", "log_dir", "record"):
+        folder = getattr(config, name)
+        if folder is not None and is_rank_0():
+            check_folder(name, folder)
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
