@@ -5,6 +5,7 @@ that takes argparse's subparsers and gives each of its parsers a ``run``.
 """
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -104,14 +105,18 @@ def config_of(arguments: Namespace) -> RunConfig:
     return RunConfig(**settings)
 
 
+def _end_at_sigterm() -> None:
+    """Let files that are being written, and all ranks, end as after an error."""
+    if started_as_rank() is None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def _train(arguments: Namespace) -> int:
     config = config_of(arguments)
     check_writable(arguments.json, arguments.save, arguments.trace)
     from labkit.engine.runtime import preload
 
-    if started_as_rank() is None:
-        # Files that are being written, and all ranks, then end as after an error.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    _end_at_sigterm()
     # Before torch is imported here, so that both imports, some seconds each, run in parallel.
     preload.warm_up()
     from labkit.training.train_run import train_run
@@ -146,6 +151,7 @@ def _diff(arguments: Namespace) -> int:
             "give two folders of recorded runs, or --strategy and the options of the layout to "
             "compare"
         )
+    _end_at_sigterm()
     from labkit.training.diff import diff, diff_records
 
     if arguments.folders:
@@ -170,7 +176,11 @@ def _explain(arguments: Namespace) -> int:
     from labkit.costs.what_if import what_if
     from labkit.engine.comm.emulated_link import EmulatedLink
     from labkit.engine.tracing.chrome import read_traces
+    from labkit.engine.tracing.load import list_files
 
+    for path in list_files(arguments.files):
+        if arguments.out and os.path.realpath(path) == os.path.realpath(arguments.out):
+            raise ValueError(f"out {arguments.out} is the recorded trace: give another file")
     trace, _ = read_traces(arguments.files)
     link = None
     if arguments.link is not None:

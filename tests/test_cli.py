@@ -59,6 +59,7 @@ def test_train_writes_the_promised_object_and_parameters(tmp_path, capsys):
         (["--strategy", "single", "--json", "/nowhere/out.json"], "in a folder that exists"),
         (["--strategy", "single", "--json", "a", "--save", "tests/../a"], "are the same file"),
         (["--strategy", "single", "--dataset", "mnist"], "mnist is not in"),
+        (["--strategy", "single", "--record", "/dev/null/a"], "record /dev/null/a: /dev/null is"),
         ([], "the following arguments are required: --strategy"),
         ([*PLACED, "cpu,cuda:99"], "counted from cuda:0; name others, or leave devices out"),
         ([*PLACED, "cpu", "--split-points", "3"], "devices cpu is 1 ranks, split_points 3 is 2"),
@@ -108,3 +109,15 @@ def test_ctrl_c_ends_all_ranks():
     assert training.returncode == 130
     assert stderr.splitlines()[-1] == "labkit: stopped; all ranks have ended"
     assert wait_until(lambda: not any(map(is_alive, group)), 60)
+
+
+def test_a_diff_that_is_terminated_leaves_no_records(tmp_path):
+    words = [sys.executable, "-m", "labkit", "diff", "--strategy", "single", "--steps", "22"]
+    comparing = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        assert wait_until(lambda: list(tmp_path.glob("labkit-diff-*/*")), 60)
+        comparing.terminate()
+        assert comparing.wait(timeout=60) == 143
+    finally:
+        comparing.kill()
+    assert not list(tmp_path.glob("labkit-diff-*"))

@@ -4,7 +4,6 @@ The computing is that of the recorded run, the schedule too (``labkit.costs.repl
 cost what the link's formula says, and waiting follows from both.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping
@@ -118,7 +117,9 @@ def what_if(
         conditions.append(f"with rank {rank} computing {format_number(factor)} times as long")
     words = " and ".join(conditions) or "with nothing changed"
     spans = Replay(lanes, network, factors).run()
-    predicted = Trace.merge([spans], about={"predicted": words})
+    # A step of local SGD is a part of a round here, too.
+    about = {"predicted": words, "average_every": trace.about.get("average_every")}
+    predicted = Trace.merge([spans], about=about)
     recorded_s, unit = _seconds(trace)
     predicted_s, _ = _seconds(predicted)
     return WhatIf(words, trace, predicted, recorded_s, predicted_s, unit)
@@ -133,7 +134,8 @@ def _network(
 def step_seconds(trace: Trace) -> float | None:
     """Median seconds from one training step's start on the last rank to the next one's.
 
-    The loading of data begins a step. None for fewer than two steps.
+    The loading of data begins a step. None for fewer than two steps. Of local SGD, which has
+    messages in one of K steps, it is a K-th of the median round.
     """
     begins_s = []
     for rank in trace.ranks:
@@ -142,7 +144,9 @@ def step_seconds(trace: Trace) -> float | None:
     last_s = [max(at_s) for at_s in zip(*filter(None, begins_s))]
     if len(last_s) < 2:
         return None
-    return statistics.median(end_s - start_s for start_s, end_s in itertools.pairwise(last_s))
+    num_steps = min(trace.about.get("average_every") or 1, len(last_s) - 1)
+    rounds_s = [end_s - start_s for start_s, end_s in zip(last_s, last_s[num_steps:])]
+    return statistics.median(rounds_s) / num_steps
 
 
 def _seconds(trace: Trace) -> tuple[float, str]:
@@ -178,6 +182,10 @@ def _check(trace: Trace) -> None:
             "not recorded"
         )
     for span in trace.spans:
+        for src, dst, _ in span.messages:
+            absent = {src, dst} - {-1, *trace.ranks}
+            if absent:
+                raise ValueError(f"the trace has no spans of rank {absent.pop()}: give all ranks'")
         if span.kind == "between_hosts":
             raise ValueError(
                 "the hierarchical all-reduce moves messages while others move, and the trace does "

@@ -32,6 +32,17 @@ def user_folder() -> Path:
     return Path(folder, "labkit")
 
 
+def check_folder(name: str, path: str | Path) -> None:
+    """ValueError, before hours of training, if no file could be written to a folder to be made."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"{name} {path}: {folder} is no folder")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{name} {path}: no permission to write to {folder}")
+
+
 def check_regular(path: str | Path) -> None:
     """ValueError for a folder, a pipe or a device: to open a pipe could wait forever."""
     if os.path.exists(path) and not os.path.isfile(path):

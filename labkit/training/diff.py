@@ -23,10 +23,13 @@ from torch.utils.data import Dataset, Subset
 from labkit.training.config import LAYOUT
 from labkit.training.recording import Entry, Record, read_record, together
 from labkit.training.train_run import train_with
+from labkit.units import check_integer
 
 # Relative differences that rounding explains, by dtype; inputs of other dtypes are integers.
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4}
 _ROUNDING |= dict.fromkeys(("float16", "bfloat16", "fp16", "bf16", "tf32"), 0.03)
+# Of runs that ``diff`` makes, these are not the caller's.
+_OWN_SETTINGS = {"checkpoint_dir", "checkpoint_every", "epochs", "log_dir", "record", "resume"}
 _PHASES = ("forward", "loss", "gradient", "parameter")
 # (Power of the number of ranks, the usual cause of a difference by that factor.)
 _POWERS = (
@@ -154,7 +157,8 @@ def diff(
         steps: updates to compare.
 
     Where the two part, the second is trained again, which tells operations without a fixed order.
-    ValueError if ``against`` has settings of the run; other errors are those of ``train_with``.
+    ValueError if ``against`` has settings of the run, or for a setting that would change what is
+    compared, such as ``resume``; other errors are those of ``train_with``.
     """
     if isinstance(against, str):
         against = {"strategy": against}
@@ -164,6 +168,13 @@ def diff(
             f"against has {', '.join(others)}, which two layouts of one run have in common: give "
             "it once, for both"
         )
+    unused = _OWN_SETTINGS & settings.keys()
+    if unused:
+        raise ValueError(
+            "diff trains one epoch from the start, twice, and keeps nothing: leave out "
+            f"{', '.join(sorted(unused))}"
+        )
+    check_integer("steps", steps, 1)
     second = {"strategy": strategy, **settings}
     shared = {name: value for name, value in second.items() if name not in LAYOUT}
     shared = {"dtype": "float64"} | shared | _first_samples(shared, steps) | {"epochs": 1}
@@ -228,6 +239,8 @@ def compare(first: Record, second: Record) -> Comparison:
                 return comparison
             if size > comparison.largest[0]:
                 comparison.largest = size, f", {key[1]} of {key[2]} in step {key[0]}"
+    if not comparison.steps:
+        raise ValueError(" ".join(["the two records have no step in common", *comparison.notes]))
     if num_skipped:
         comparison.notes.append(f"not compared: {num_skipped} tensors whose parts do not add up")
     return comparison

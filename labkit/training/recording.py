@@ -265,6 +265,8 @@ def read_record(folder: str | Path) -> Record:
     headers: dict[int, Header] = {}
     entries: dict[int, dict[tuple[int, str, str], Entry]] = {}
     notes = []
+    last_steps = []
+    cut_steps = []
     for path in sorted(Path(folder).glob("rank-*.jsonl*")):
         is_part = path.suffix == ".part"
         if is_part and path.with_suffix("").exists():
@@ -276,8 +278,10 @@ def read_record(folder: str | Path) -> Record:
         for entry in _entries(path, lines, is_part):
             key = entry.step, entry.phase, entry.name
             entries[header.rank][key] = entry
+        last = max((step for step, *_ in entries[header.rank]), default=0)
+        last_steps.append(last)
         if is_part:
-            last = max((step for step, *_ in entries[header.rank]), default=0)
+            cut_steps.append(last)
             notes.append(f"{path} ends in step {last}: that run ended early, or goes on")
     if not headers:
         raise FileNotFoundError(
@@ -291,6 +295,10 @@ def read_record(folder: str | Path) -> Record:
             f"{folder} has the record of ranks {sorted(headers)}, and not of {sorted(missing)}: "
             "copy the files of all machines into one folder"
         )
+    if cut_steps and min(cut_steps) < max(last_steps):
+        # A rank was ended in a step: all are compared up to the step before.
+        for rank, steps in entries.items():
+            entries[rank] = {key: steps[key] for key in steps if key[0] < min(cut_steps)}
     return Record(headers, entries, notes)
 
 

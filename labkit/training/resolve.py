@@ -23,6 +23,8 @@ from torch.utils.data import TensorDataset
 
 from labkit import builtin as counterparts, strategies
 from labkit.engine.devices import check_named, plan, print_once
+from labkit.engine.files import check_folder
+from labkit.engine.started import is_rank_0
 from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
@@ -157,18 +159,24 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     if config.log_dir is not None:
         require("tensorboard", "log_dir")
     _check_record(config)
+    for name in ("checkpoint_dir", "log_dir", "record"):
+        folder = getattr(config, name)
+        if folder is not None and is_rank_0():
+            check_folder(name, folder)
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
     model = work.make_model()
-    weighing = try_out(config.loss, model, work.loss, work.train, work.test, config.seed)
+    # A loss may count its calls: training begins with one that no trial has called.
+    loss = copy.deepcopy(work.loss)
+    weighing = try_out(config.loss, model, loss, work.train, work.test, config.seed)
     _check_balance(model, config)
     strategy = make_strategy(config, own_parts=own_parts, work=work)
-    strategy.check_model(model, work.loss, config.world_size)
+    strategy.check_model(model, loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
     if own_parts.model is not None:
-        print_once(note_on_unused(model, work.loss, *work.train.first(1), config.seed))
+        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
     technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
     names = hooked(model)

@@ -253,7 +253,7 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, note: str)
         bytes_sent = [report.bytes_sent if report else 0 for report in result.values]
         messages = [report.messages if report else 0 for report in result.values]
     num_ranks = len(result.values)
-    names = ("strategy", "builtin", "batch_size", "compress", "sync_batch_norm")
+    names = ("strategy", "builtin", "batch_size", "compress", "sync_batch_norm", "average_every")
     about = {name: getattr(config, name) for name in names}
     trace = replace(trace, about={**trace.about, **about})
     return TrainResult(

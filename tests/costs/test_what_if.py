@@ -164,6 +164,15 @@ def test_an_update_of_a_part_of_the_parameters_takes_less_on_more_ranks():
     assert prediction.predicted_s == pytest.approx(prediction.recorded_s / 2)
 
 
+def test_a_step_of_local_sgd_is_a_part_of_its_round(tmp_path):
+    settings = {"model": "mlp", "batch_size": 8, "train_size": 96, "device": "cpu"}
+    result = train_with("ddp", world_size=2, average_every=4, **settings)
+    trace, _ = read_traces([result.trace.save(tmp_path / "trace.json")])
+    step_s = what_if(trace, link=EmulatedLink(10.0)).predicted_s
+    # An average is an all-reduce of two messages of 10 s.
+    assert step_s == pytest.approx(20 / 4, rel=0.2)
+
+
 def test_a_step_is_not_compared_with_a_whole_run():
     prediction = what_if(ring_steps(2, 1200), ranks=4)
     with pytest.raises(ValueError, match="a step, and the run has 1 s in all"):
@@ -286,9 +295,14 @@ def test_the_command_writes_a_trace_that_says_it_is_a_prediction(tmp_path, capsy
     assert "rank 1 (predicted)" in Path(out).read_text()
     assert main(["explain", out]) == 0
     assert "This is a prediction" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["explain", out, "--ranks", "4"])
-    assert "give the recorded one" in capsys.readouterr().err
+    for words, reason in (
+        ([out, "--ranks", "4"], "give the recorded one"),
+        ([path, "--out", path], "is the recorded trace"),
+        ([path, out, "--ranks", "4"], "give it alone"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", *words])
+        assert reason in capsys.readouterr().err
 
 
 def bad(name):
@@ -299,6 +313,9 @@ def bad(name):
         return read_traces([RECORDED / "straggler.json.gz"])[0]
     if name == "one rank":
         return replace(ring, spans=tuple(ring.of(0)))
+    if name == "two of three":
+        spans = [span for span in ring_steps(3, 1200).spans if span.rank != 2]
+        return replace(ring, spans=tuple(spans))
     if name == "thread":
         return replace(ring, spans=(*ring.spans, Span(0, "compute", 0.0, 1.0, lane=1)))
     if name == "few samples":
@@ -320,6 +337,7 @@ def bad(name):
         ("profiler", {}, "PyTorch's profiler"),
         ("old", {}, "record the run again"),
         ("one rank", {}, "of one rank"),
+        ("two of three", {}, "no spans of rank 2"),
         ("thread", {}, "in a thread"),
         ("async_parameter_server", {}, "depends on the seconds"),
         ("data_parallel", {}, "no messages"),

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -355,6 +356,9 @@ def test_runs_that_are_not_one_are_refused_with_their_numbers(records, tmp_path)
     SmallerBatch(0, 1).train(tmp_path / "smaller")
     with pytest.raises(ValueError, match=r"\[72\] values .* \[54\]"):
         diff_records(records / "one", tmp_path / "smaller")
+    # The second would continue the first's run, and have no step to compare.
+    with pytest.raises(ValueError, match="leave out checkpoint_dir, resume"):
+        labkit.diff("ddp", checkpoint_dir=str(tmp_path), resume=True)
     with pytest.raises(ValueError, match="against has seed"):
         labkit.diff("ddp", world_size=2, against={"strategy": "single", "seed": 1})
     for seed in (0, 1):
@@ -387,6 +391,21 @@ def test_a_run_that_ended_early_is_compared_as_far_as_it_went(tmp_path, records)
     assert comparison.equal
     assert comparison.steps == 2
     assert "ends in step 2" in str(comparison)
+    lines = (records / "one" / "rank-0.jsonl").read_text().splitlines()
+    start = [line for line in lines[1:] if '"step": 0,' in line]
+    (tmp_path / "rank-0.jsonl.part").write_text("\n".join([lines[0], *start]))
+    with pytest.raises(ValueError, match="no step in common"):
+        diff_records(records / "one", tmp_path)
+
+
+def test_ranks_are_compared_up_to_the_step_before_one_of_them_was_killed(tmp_path, records):
+    shutil.copytree(records / "MeanOfShare", tmp_path, dirs_exist_ok=True)
+    text = (tmp_path / "rank-1.jsonl").read_text()
+    (tmp_path / "rank-1.jsonl").unlink()
+    (tmp_path / "rank-1.jsonl.part").write_text(text[: text.index('{"step": 3') + 9])
+    comparison = diff_records(records / "one", tmp_path)
+    assert comparison.steps == 1
+    assert "rank-1.jsonl.part ends in step 2" in str(comparison)
 
 
 TEXT = {"model": "gpt", "dataset": "text", "batch_size": 16, "lr": 0.01}

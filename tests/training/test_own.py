@@ -101,3 +101,27 @@ def test_what_cannot_be_trained_is_refused_before_any_rank_starts(message):
     parts = {"model": net(), "dataset": (INPUTS, TARGETS)} | REFUSED[message]
     with pytest.raises(ValueError, match=message):
         train_with("ddp", world_size=2, **parts)
+
+
+class InTwoStages(nn.Module):
+    """A loss whose second stage begins after so many calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.left = calls
+
+    def forward(self, outputs, targets):
+        self.left -= 1
+        return cross_entropy(outputs, targets) * (1.0 if self.left >= 0 else 3.0)
+
+
+def test_a_loss_that_counts_its_calls_counts_those_of_training_alone():
+    data = torch.randn(80, 4), torch.randint(3, (80,))
+    settings = {"model": nn.Sequential(nn.Linear(4, 3)), "dataset": data, "batch_size": 1}
+    loss = InTwoStages(80)
+    result = train_with("single", **settings, loss=loss, device="cpu")
+    plain = train_with("single", **settings, device="cpu")
+    assert largest_difference(result.state, plain.state) == 0.0
+    assert loss.left == 80
+    with pytest.raises(ValueError, match="counts its calls"):
+        train_with("single", **settings, loss=InTwoStages(3), device="cpu")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from labkit.engine.tracing.load import list_files, load
+from labkit.engine.tracing.load import kind_of, list_files, load
 from labkit.engine.tracing.profiler import join, read_profiles
 from labkit.engine.tracing.recorder import with_waits
 from labkit.engine.tracing.spans import Span, Trace
@@ -22,17 +22,23 @@ def read_traces(paths: Sequence[str | Path]) -> tuple[Trace, str]:
 
     ValueError for any other file.
     """
-    return merge_traces({path: load(path) for path in list_files(paths)})[:2]
+    contents = {path: load(path) for path in list_files(paths)}
+    for path, content in contents.items():
+        kind = kind_of(path, content)
+        if kind != "traces":
+            raise ValueError(f"{path} is no trace, but of another kind: {kind}")
+    return merge_traces(contents)[:2]
 
 
 def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
     """The trace of all ranks; in words, the work of a rank without a span; and further notes."""
-    if len(contents) == 1:
-        ((path, content),) = contents.items()
+    for path, content in contents.items():
         try:
             spans = _own_spans(content)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
+        if spans and len(contents) > 1:
+            raise ValueError(f"{path} is labkit's trace of all ranks of a run: give it alone")
         if spans:
             about = content.get("labkit") if isinstance(content, dict) else None
             trace = Trace.merge([spans], about=about)

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from labkit.engine.tracing import flight_recorder, torchtitan
 from labkit.engine.tracing.chrome import merge_traces
 from labkit.engine.tracing.limits import what_limited
-from labkit.engine.tracing.load import list_files, load
+from labkit.engine.tracing.load import kind_of, list_files, load
 
 
 def explain(paths: Sequence[str | Path]) -> str:
@@ -17,7 +16,7 @@ def explain(paths: Sequence[str | Path]) -> str:
         ValueError: a file cannot be read or judged, or the files are not of one kind and run.
     """
     contents = {path: load(path) for path in list_files(paths)}
-    path_of_kind = {_kind_of(path, content): path for path, content in contents.items()}
+    path_of_kind = {kind_of(path, content): path for path, content in contents.items()}
     kind, *more_kinds = path_of_kind
     if more_kinds:
         listed = " and ".join(f"{kind} ({path})" for kind, path in path_of_kind.items())
@@ -31,21 +30,3 @@ def explain(paths: Sequence[str | Path]) -> str:
             return torchtitan.explain_logs(contents)
     trace, gap, notes = merge_traces(contents)
     return " ".join([str(what_limited(trace, gap=gap)), *notes])
-
-
-def _kind_of(path: Path, content: Any) -> str:
-    """Return the kind of a file, in words; ValueError for one that cannot be judged."""
-    if isinstance(content, str) and ("<pre>" in content or "=== " in content):
-        return "dumps of PyTorch's debug server"
-    if isinstance(content, dict) and "traceEvents" in content:
-        return "traces"
-    if isinstance(content, dict) and isinstance(content.get("entries"), list):
-        return "flight recorder dumps"
-    if isinstance(content, list) and content and isinstance(content[0], dict):
-        if "log_type_name" in content[0]:
-            return "torchtitan's structured logs"
-        return "traces"
-    raise ValueError(
-        f"cannot judge {path}: it is neither a trace of labkit's or of PyTorch's profiler, nor a "
-        "dump of the flight recorder or the debug server, nor a structured log of torchtitan's"
-    )

@@ -177,7 +177,7 @@ def _culprits(waiting: int, state_at: dict[int, str], peer_of: dict[int, int | N
     """The ranks that a rank waits for at this moment, also by way of others that wait."""
     culprit = waiting
     for _ in state_at:
-        peer = peer_of[culprit]
+        peer = peer_of.get(culprit)  # None of a rank that has left no span
         if state_at.get(culprit) == WAIT and peer is not None:
             culprit = peer
     if state_at.get(culprit, WAIT) != WAIT:

@@ -80,6 +80,24 @@ def load(path: Path) -> Any:
         raise ValueError(f"cannot read {path}: {error!r}") from None
 
 
+def kind_of(path: Path, content: Any) -> str:
+    """Return the kind of a file, in words; ValueError for one that cannot be judged."""
+    if isinstance(content, str) and ("<pre>" in content or "=== " in content):
+        return "dumps of PyTorch's debug server"
+    if isinstance(content, dict) and "traceEvents" in content:
+        return "traces"
+    if isinstance(content, dict) and isinstance(content.get("entries"), list):
+        return "flight recorder dumps"
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        if "log_type_name" in content[0]:
+            return "torchtitan's structured logs"
+        return "traces"
+    raise ValueError(
+        f"cannot judge {path}: it is neither a trace of labkit's or of PyTorch's profiler, nor a "
+        "dump of the flight recorder or the debug server, nor a structured log of torchtitan's"
+    )
+
+
 def _drop_unused(item: dict[str, Any]) -> dict[str, Any] | None:
     """Keep of a Chrome event no more than is read; another JSON object stays as it is."""
     if "ph" not in item:

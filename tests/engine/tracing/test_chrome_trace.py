@@ -75,6 +75,8 @@ BROKEN = {
     "packed and cut off": gzip.compress(GOOD.encode())[:-9],
     "a number": b"7",
     "no events": b'{"traceEvents": []}',
+    "empty": b"",
+    "of nothing": b"{}",
     "another tool's": b'[{"ph": "X", "ts": 1, "dur": 2}]',
     "absent": None,
 }
@@ -85,8 +87,11 @@ def test_a_file_that_is_no_trace_is_refused_in_one_line(case, tmp_path, capsys):
     path = tmp_path / "trace.json"
     if BROKEN[case] is not None:
         path.write_bytes(BROKEN[case])
-    with pytest.raises(SystemExit, match="2"):
-        main(["explain", str(path)])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert str(path) in error
+    for words in ([], ["--link", "1ms"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", str(path), *words])
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert str(path) in error
+        assert "TypeError" not in error
+        assert "KeyError(" not in error
