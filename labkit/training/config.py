@@ -64,7 +64,7 @@ def parse_straggler(text: str, world_size: int) -> tuple[int, float]:
 def parse_link(text: str) -> dict[str, Any]:
     """``"10ms,100MB/s,2 per host"`` as the arguments of ``EmulatedLink``; each may be left out."""
     options: dict[str, Any] = {}
-    for word in parse_names(text):
+    for word in parse_names(text) or ("",):
         match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?) ?(.*)", word)
         number, unit = match.groups() if match else ("", "")
         if unit == "per host" and number.isdecimal():

@@ -50,7 +50,7 @@ def test_a_link_is_a_latency_a_bandwidth_and_ranks_per_host():
     assert parse_link("10ms,100MB/s") == {"latency_s": 0.01, "bandwidth_bytes_per_s": 1e8}
     found = {"latency_s": 2e-5, "bandwidth_bytes_per_s": 1.25e8, "ranks_per_host": 2}
     assert parse_link("2e-05s, 1 Gbit/s ,2 per host") == pytest.approx(found)
-    for text in ("10", "100Mb/s", "-1ms", "1..2ms", "10ms,"):
+    for text in ("", "10", "100Mb/s", "-1ms", "1..2ms", "10ms,"):
         with pytest.raises(ValueError, match="link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s"):
             parse_link(text)
 
