@@ -59,6 +59,7 @@ def test_stacks_are_shown_without_what_is_inside_of_pytorch(capsys):
         (partial(by_number, compared=lambda entry: str(entry["input_sizes"])), "names may differ"),
         (lambda dumps: by_number(dumps) and numpy.subtract(by_number(dumps), (0, 1)), "same call"),
         (compares_states, "retired or not"),
+        (lambda dumps: by_number(dumps) and by_number(dumps)[::-1], "first the rank"),
     ],
 )
 def test_what_was_overlooked_in_the_recorder_is_named(mistake, words):

@@ -246,6 +246,8 @@ def culprit(
     causes = [
         words for words, options in _MISREADINGS.items() if agree(answer, _read(dumps, **options))
     ]
-    if isinstance(answer, list) and answer[-1:] and answer[-1] in range(1, before + 1):
+    if expected and agree(answer, expected[::-1]):
+        causes = ["first the rank, then the number"]
+    elif isinstance(answer, list) and answer[-1:] and answer[-1] in range(1, before + 1):
         causes.append(f"number {answer[-1]} is the same call on all ranks, retired or not")
     return Wrong(": ".join([text, *causes[:1]]))

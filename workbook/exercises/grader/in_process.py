@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import combinations, permutations
+from operator import index
 from random import Random
 from typing import Any
 
@@ -109,8 +110,8 @@ def _with_other_arguments(names: list[str]) -> Iterator[tuple[str, Callable[...,
 
     changes: dict[str, Callable[[dict], dict]] = {}
     for name in names:
-        changes[f"{name} - 1 in place of {name}"] = lambda given, n=name: {n: given[n] - 1}
-        changes[f"{name} + 1 in place of {name}"] = lambda given, n=name: {n: given[n] + 1}
+        changes[f"{name} - 1 in place of {name}"] = lambda given, n=name: {n: index(given[n]) - 1}
+        changes[f"{name} + 1 in place of {name}"] = lambda given, n=name: {n: index(given[n]) + 1}
         changes[f"1 in place of {name}"] = lambda given, n=name: {n: given[n] ** 0}
     for a, b in permutations(names, 2):
         changes[f"{b} in place of {a}"] = lambda given, a=a, b=b: {a: given[b]}

@@ -90,6 +90,7 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     written = exercise.written
     if written is not None and all(
         agree(ranks[rank].value, exercise.inputs(rank, case)[written])
+        or not _wrong_part(exercise, case, rank, ranks[rank].value)
         for case, ranks in tried.items()
     ):
         return f"it has not changed: {_IN_PLACE}"
