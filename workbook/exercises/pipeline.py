@@ -297,9 +297,8 @@ def _hops(rank: int, P: int, M: int = 5) -> list[Hop]:
 
 def _hops_and_a_ring(rank: int, P: int) -> list[Hop]:
     """The hops of a step, and one that sends to another rank than it receives from."""
-    right, left = (rank + 1) % P, (rank - 1) % P
-    last = Hop(Message("activation", 5, right), Message("activation", 5, left))
-    return [*_hops(rank, P), last]
+    to_right, from_left = (Message("activation", 5, (rank + step) % P) for step in (1, -1))
+    return [*_hops(rank, P), Hop(to_right, from_left)]
 
 
 def _target(rank: int, case: Case) -> Target:

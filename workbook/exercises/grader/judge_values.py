@@ -87,9 +87,8 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     for sentence, wrong in exercise.mistakes.items():
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
-    written = exercise.written
-    if written is not None and all(
-        agree(ranks[rank].value, exercise.inputs(rank, case)[written])
+    if exercise.written is not None and all(
+        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
         or not _wrong_part(exercise, case, rank, ranks[rank].value)
         for case, ranks in tried.items()
     ):

@@ -39,8 +39,7 @@ class DidNotFinish(Exception):
             story = story.replace("rank 0", "the function")
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if isinstance(error, DeadlineError) and load > 2 * cores:
-            busy = f"or run the check again: this machine is busy (load {load:.0f}, {cores} cores)"
-            story += f"\n{busy}"
+            story += f"\nOr try again: the machine is busy (load {load:.0f} on {cores} cores)."
         super().__init__(f"{case_text}: {story}")
 
 
