@@ -85,9 +85,6 @@ def _more_ranks(random: Random) -> list[tuple]:
         "gradients are summed along data, activations along tensor": lambda rule, *given: (
             [rule(*given)[side] for side in (1, 0, 2)]
         ),
-        "rank itself is in both lists": lambda rule, rank, *mesh: [
-            [peer for peer in peers if peer != rank] for peers in rule(rank, *mesh)
-        ],
         "gradients go back to the stage before": (
             lambda rule, rank, *mesh: (
                 *rule(rank, *mesh)[:2],
