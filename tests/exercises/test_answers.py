@@ -58,3 +58,4 @@ def test_a_right_answer_passes(key, fn, verdicts):
 def test_a_wrong_answer_is_refused(key, fn, verdicts):
     found = verdicts[key, fn]
     assert repr(found).startswith("not yet: "), found
+    assert "the check itself failed" not in repr(found), found

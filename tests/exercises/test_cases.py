@@ -149,6 +149,7 @@ def test_each_of_five_other_causes_is_refused_with_what_the_run_says_against_it(
     # Each is about this run: it has a number from it.
     assert all(any(map(str.isdigit, reason.partition(": ")[2])) for reason in reasons), reasons
     assert "suspects are a, b" in judge(cause="z").notes[0]
+    assert "right so far: cause." in judge(cause=made.answer["cause"].upper()).notes[0]
 
 
 def wrong_ones(name, right):

@@ -1,6 +1,11 @@
 """What page 15 shows of a run on two hosts that stood still."""
 
-from answers.detective import ERRORS, hung
+from functools import partial
+from operator import itemgetter
+
+import numpy
+import pytest
+from answers.detective import ERRORS, by_number, compares_states, hung
 
 from workbook import check
 from workbook.exercises import detective
@@ -45,6 +50,20 @@ def test_stacks_are_shown_without_what_is_inside_of_pytorch(capsys):
         "ConnectionError: no answer",
     ]
     assert entries_in("ConnectionError: no answer") == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (partial(by_number, compared=itemgetter("profiling_name")), "sizes may differ"),
+        (partial(by_number, compared=lambda entry: str(entry["input_sizes"])), "names may differ"),
+        (lambda dumps: by_number(dumps) and numpy.subtract(by_number(dumps), (0, 1)), "same call"),
+        (compares_states, "retired or not"),
+        (lambda dumps: by_number(dumps) and by_number(dumps)[::-1], "first the rank"),
+    ],
+)
+def test_what_was_overlooked_in_the_recorder_is_named(mistake, words):
+    assert words in " ".join(repr(check.detective.culprit(mistake)).split())
 
 
 def test_errors_and_what_torchrun_takes_for_the_cause():

@@ -50,8 +50,8 @@ def test_a_wrong_value_is_told_by_its_factor_or_its_order():
     assert "expected" in repr(keys(lambda n: {i: 0 for i in range(n)}))
     once = solved((2, 3), (2, 3))(lambda a, b: a * b)
     assert "times" not in repr(once(lambda a, b: a * b / 2))
-    sides = solved((2, 3), (4, 5))(lambda a, b: {"sum": a + b, "both": [a, b]})
-    said = repr(sides(lambda a, b: {"both": [b, a], "sum": a + b}))
+    sides = solved((2, 3), (4, 5))(lambda a, b: {"sum": a + 2 * b, "both": [a, b]})
+    said = repr(sides(lambda a, b: {"both": [b, a], "sum": a + 2 * b}))
     assert "in entry 'both': it is [3, 2], expected [2, 3]: the right values, but" in said
     assert "a dict of 'sum', expected a dict of 'both', 'sum'" in repr(
         sides(lambda *_: {"sum": 5})
@@ -89,6 +89,30 @@ def test_a_difference_of_one_element_may_be_rounded_in_another_order():
     assert abs(after[1]) < 0.1 * abs(start)
     assert not check.parameter_server.one_by_one.judge(case, [after[1], *after])
     assert check.parameter_server.one_by_one.judge(case, [after[1] + 1e-5, *after])
+
+
+def test_another_number_in_place_of_an_argument_is_named():
+    power = solved((2, 3), (4, 5), (3, 2))(lambda base, exponent: base**exponent)
+
+    def words(fn):
+        return " ".join(repr(power(fn)).split())
+
+    assert "with exponent - 1 in place of exponent" in words(lambda b, e: b ** (e - 1))
+    assert "with base and exponent exchanged" in words(lambda b, e: e**b)
+    assert "with 1 in place of exponent" in words(lambda b, e: b)
+    assert "in each case" not in words(lambda b, e: b * e + 1)
+    assert "in each case" not in words(lambda b, e: None)
+    pairs = solved((3,), (4,))(lambda n: [[i] for i in range(n)])
+    assert "it is [[0], [1]], expected [[0], [1], [2]]" in repr(pairs(lambda n: [[0], [1]]))
+
+
+def new_sum(comm, tensor):
+    tensor = tensor + 1
+    through_rank_0(comm, tensor)
+
+
+def test_a_tensor_that_has_not_changed_is_named():
+    assert "it has not changed: write" in " ".join(repr(NAIVE(new_sum, world_sizes=(2,))).split())
 
 
 def test_what_is_printed_is_what_is_returned(capsys):

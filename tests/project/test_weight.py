@@ -17,9 +17,9 @@ LIMITS = {
     "data": 60,
     "labkit": 26000,
     "notebooks": 900,
-    "tests": 27540,
+    "tests": 27620,
     "tools": 1685,
-    "workbook": 16310,
+    "workbook": 16458,
 }
 
 

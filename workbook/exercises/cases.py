@@ -62,6 +62,8 @@ class Case:
         if answer == right or (measured and abs(answer - right) <= 0.05 * right):
             return ""
         if name == "cause":
+            if isinstance(answer, str) and answer.lower() == right:
+                return ""
             if answer not in self.suspects:
                 return f"the suspects are {', '.join(self.suspects)}, not {short(answer)}"
             return f"{answer} ({self.suspects[answer]}) is not the cause: {self.against[answer]}"

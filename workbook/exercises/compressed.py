@@ -3,6 +3,8 @@
 Symbols: P ranks, N elements of a gradient, k of them sent.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -66,14 +68,14 @@ def _k(case: Case) -> int:
     return case.integer(0, 2 if case.size == _SPARSE else 1, 3)
 
 
-def _largest(values: Tensor, k: int) -> Tensor:
-    """``values`` [N] with all but the k largest in magnitude set to 0."""
-    places = values.abs().topk(k).indices
+def _largest(values: Tensor, k: int, key: Callable = torch.abs) -> Tensor:
+    """``values`` [N] with all but the k largest, in magnitude or by ``key``, set to 0."""
+    places = key(values).topk(k).indices
     return torch.zeros_like(values).index_copy(0, places, values[places])
 
 
-def _sent(rank: int, case: Case) -> Tensor:
-    return _largest(_corrected(rank, case), _k(case))
+def _sent(rank: int, case: Case, key: Callable = torch.abs) -> Tensor:
+    return _largest(_corrected(rank, case), _k(case), key)
 
 
 def _forgetful(rank: int, case: Case) -> list[Tensor]:
@@ -112,6 +114,10 @@ top_k = Check(
     mistakes={
         "the old residual was not added to the gradient": _forgetful,
         "where ranks send the same place, their values add up": _overwritten,
+        "the largest in magnitude are chosen, negative ones too": lambda rank, case: [
+            case.over_ranks(lambda r: _sent(r, case, torch.clone)),
+            _corrected(rank, case) - _sent(rank, case, torch.clone),
+        ],
     },
     parts=_parts,
     sizes=(12, _SPARSE),

@@ -92,6 +92,12 @@ average = Check(
     parts=lambda case: {
         f"the sum over rank {r}'s samples": _gradients(r, case) for r in range(case.world_size - 1)
     },
+    mistakes={
+        "that is the mean of the ranks' means": lambda rank, case: (
+            case.over_ranks(lambda r: _gradients(r, case) / max(1, len(_share(r, case)[1])))
+            / case.world_size
+        )
+    },
     target=_one_ring_each,
     sizes=(),
 )

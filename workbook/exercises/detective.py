@@ -3,6 +3,7 @@
 The program is ``exercises/programs/early_stop.py``: which rank is to blame depends on a seed.
 """
 
+import copy
 import json
 import random
 import re
@@ -16,7 +17,7 @@ from typing import Any
 from workbook.agents import show_line, start_agents
 from workbook.exercises.cases import Case, case_of, check_of
 from workbook.exercises.grader import Wrong, judged
-from workbook.exercises.grader.compare import agree, short
+from workbook.exercises.grader.compare import agree, fit, short
 from workbook.exercises.grader.exercise import new_seed
 from workbook.exercises.programs import early_stop
 from workbook.exercises.programs.early_stop import TIMEOUT_S, losses_of
@@ -156,6 +157,38 @@ def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
     return errors
 
 
+_CALL = ("profiling_name", "input_sizes")
+# What one may overlook, and how a dump is read then.
+_MISREADINGS: dict[str, dict[str, Any]] = {
+    "a rank that does not come has fewer entries: go on to the largest number": {"end": min},
+    "old entries may be gone: begin where all ranks have theirs": {"begin": min},
+    "sizes may differ where names agree": {"fields": _CALL[:1]},
+    "names may differ where sizes agree": {"fields": _CALL[1:]},
+    "no rank is right beforehand: the culprit is the one that is alone": {"first_is_right": True},
+}
+
+
+def _read(
+    dumps: Dumps,
+    begin: Callable = max,
+    end: Callable = max,
+    fields: tuple[str, ...] = _CALL,
+    first_is_right: bool = False,
+) -> tuple[int, int] | None:
+    """The culprit as ``culprit`` asks for it, read in a possibly mistaken way."""
+    calls = {
+        rank: {entry["collective_seq_id"]: [entry[field] for field in fields] for entry in entries}
+        for rank, entries in sorted(dumps.items())
+    }
+    first = begin(min(called) for called in calls.values())
+    for number in range(first, end(max(called) for called in calls.values()) + 1):
+        found = [called.get(number) for called in calls.values()]
+        for rank, call in zip(calls, found):
+            if call != found[0] if first_is_right else found.count(call) == 1:
+                return rank, number
+    return None
+
+
 # By case: the fault, its rank, how many collectives before it go well, and how many after it do
 # not; how many of the newest entries are kept, as in a small buffer; the rank whose dump is lost.
 @judged(
@@ -205,8 +238,16 @@ def culprit(
             entries.append(dict(zip(_KEPT, values)))
         if dumped_rank != lost:
             dumps[dumped_rank] = entries[-kept:]
-    answer = fn(dumps)
+    answer = fit(fn(copy.deepcopy(dumps)), [0, 0])
     expected = None if kind == "all agree" else (rank, before + 1)
     if agree(answer, expected):
         return None
-    return Wrong(f"the function returned {short(answer)}, expected {expected}")
+    text = f"the function returned {short(answer)}, expected {expected}"
+    causes = [
+        words for words, options in _MISREADINGS.items() if agree(answer, _read(dumps, **options))
+    ]
+    if expected and agree(answer, expected[::-1]):
+        causes = ["first the rank, then the number"]
+    elif isinstance(answer, list) and answer[-1:] and answer[-1] in range(1, before + 1):
+        causes.append(f"number {answer[-1]} is the same call on all ranks, retired or not")
+    return Wrong(": ".join([text, *causes[:1]]))

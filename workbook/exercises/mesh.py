@@ -37,6 +37,12 @@ def _one_replica(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, Any]:
         ),
         "stages are outside tensor: a step along a stage is T ranks": _stages_innermost,
         "every replica has its own tensor groups, not only the first": _one_replica,
+        "the groups of dp and of pp are in each other's place": lambda rule, *sides: (
+            rule(*sides) | {"dp": rule(*sides)["pp"], "pp": rule(*sides)["dp"]}
+        ),
+        "stages do not lie outside data: rank = (d S + s) T + t": lambda rule, dp, pp, tp: (
+            rule(pp, dp, tp) | {"dp": rule(pp, dp, tp)["pp"], "pp": rule(pp, dp, tp)["dp"]}
+        ),
     },
 )
 def groups(dp: int, pp: int, tp: int) -> dict[str, list[list[int]]]:
@@ -75,6 +81,9 @@ def _more_ranks(random: Random) -> list[tuple]:
                 list(range(dp * pp * tp)),
                 *rule(rank, dp, pp, tp)[1:],
             )
+        ),
+        "gradients are summed along data, activations along tensor": lambda rule, *given: (
+            [rule(*given)[side] for side in (1, 0, 2)]
         ),
         "gradients go back to the stage before": (
             lambda rule, rank, *mesh: (

@@ -66,6 +66,9 @@ _MESSAGES = (
         "alpha is not the time of the small message, which has bytes, too": (
             lambda time_us, small, large, n: time_us(small, large, small[0] + n)
         ),
+        "the time is not in proportion to the bytes: each message has its alpha": (
+            lambda time_us, small, large, n: large[1] / large[0] * n
+        ),
     },
 )
 def message_time(small: tuple[int, float], large: tuple[int, float], num_bytes: int) -> float:

@@ -173,6 +173,11 @@ server = Check(
     call=_in_both_orders,
     target=lambda rank, case: _sends(rank, case, calls=_num_calls(case.size, case.world_size)),
     parts=partial(_parts, 1),
+    mistakes={
+        "the sum of the gradients is divided by batch_size": lambda rank, case: _updated(
+            case, range(1, case.world_size), 1
+        )
+    },
 )
 # Every rank is server and worker; no more bytes than in a ring all-reduce.
 shards = Check(

@@ -295,9 +295,16 @@ def _hops(rank: int, P: int, M: int = 5) -> list[Hop]:
     return [step for step in _stream(rank, P, M) if isinstance(step, Hop)]
 
 
+def _hops_and_a_ring(rank: int, P: int) -> list[Hop]:
+    """The hops of a step, and one that sends to another rank than it receives from."""
+    to_right, from_left = (Message("activation", 5, (rank + step) % P) for step in (1, -1))
+    return [*_hops(rank, P), Hop(to_right, from_left)]
+
+
 def _target(rank: int, case: Case) -> Target:
     """One message for each that the hops send, one call of comm per hop."""
-    hops = _hops(rank, case.world_size, case.size or 5)
+    P, M = case.world_size, case.size
+    hops = _hops(rank, P, M) if M else _hops_and_a_ring(rank, P)
     return Target(sum(hop.send is not None for hop in hops), operations=len(hops))
 
 
@@ -309,7 +316,7 @@ def _payload(message: Message, source: int, case: Case) -> Tensor:
 def _landed(rank: int, case: Case) -> dict[str, Tensor]:
     """The messages that a rank is to receive, in their order."""
     payloads = {}
-    for hop in _hops(rank, case.world_size):
+    for hop in _hops_and_a_ring(rank, case.world_size):
         if message := hop.recv:
             name = f"the {message.kind} of micro-batch {message.micro_batch} from rank"
             payloads[f"{name} {message.peer}"] = _payload(message, message.peer, case)
@@ -320,7 +327,7 @@ def _completed(fn: Callable, comm: Comm, case: Case) -> list:
     """The tensors that the hops have received, and the most calls of comm in a hop."""
     received = []
     most = 0
-    for hop in _hops(comm.rank, comm.world_size):
+    for hop in _hops_and_a_ring(comm.rank, comm.world_size):
         outgoing = _payload(hop.send, comm.rank, case) if hop.send else None
         landing = torch.zeros(64) if hop.recv else None
         before = comm.operations

@@ -222,6 +222,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         tracker.pull(worker)
     # The parameters [W] after each update, and by worker those after its own.
     parameters = [0.0] * len(workers)
+    undivided = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
     pulls = [[] for _ in range(case.world_size)]
     for worker, late in tracker.updates:
         parameters[worker - 1] -= plan.steps[worker] / (1 + late)
@@ -234,7 +235,10 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         pairs[f"after its pushes worker {worker} pulls"] = (values[worker], pulls[worker])
     for name, (value, expected) in pairs.items():
         if not agree(value, expected):
-            return f"{name} {beside(value, expected)} for the order of pushes {served}"
+            text = f"{name} {beside(value, expected)} for the order of pushes {served}"
+            if value is end and agree(end, undivided):
+                text += ": divide each gradient by 1 + its staleness"
+            return text
     return None
 
 

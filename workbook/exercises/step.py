@@ -63,7 +63,6 @@ _CONVOLUTIONS = ((64, 8, 1, 32, 3), (256, 224, 64, 64, 3), (1, 5, 3, 2, 1), (7, 
     mistakes={
         "a multiply-add counts as two": lambda count, *conv: count(*conv) // 2,
         "the window has window x window numbers": lambda count, *conv: count(*conv) // conv[-1],
-        "an output number reads c_in channels": lambda count, *conv: count(*conv) // conv[2],
     },
 )
 def flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
@@ -89,6 +88,9 @@ _MEMORIES = (
         "the optimizer's state is missing": lambda largest, p, s, k, m: largest(p, 0, k, m),
         "a float32 number takes 4 bytes": (
             lambda largest, p, s, k, m: int(largest(p, (2 + s) / 4 - 2, k, m))
+        ),
+        "a part of a sample does not fit: round down": (
+            lambda largest, p, s, k, m: max(0, round((m - 4 * (2 + s) * p) / k))
         ),
     },
 )
@@ -151,6 +153,8 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
         text += ": that is the mean of the micro-batches' means"
     elif agree(gradient, of_means):
         text += ": that is the sum of the micro-batches' means"
+    elif agree(gradient, total):
+        text += f": the sum over the samples is not divided by {n}"
     return Wrong(text)
 
 
@@ -177,6 +181,14 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
         "the scale doubles with the update that makes good equal to patience": (
             lambda update, *given: update(*given[:-1], given[-1] + 1)
         ),
+        "divide by the scale as given, before it doubles": lambda update, w, g, scale, *rest: [
+            update(w, g, max(scale, update(w, g, scale, *rest)[1]), *rest)[0],
+            *update(w, g, scale, *rest)[1:],
+        ],
+        "one element that is not finite forbids the update": lambda update, w, g, *rest: [
+            w - rest[2] * g / rest[0] if g.isfinite().any() else w,
+            *update(w, torch.ones(1) if g.isfinite().any() else g, *rest)[1:],
+        ],
     },
 )
 def loss_scaling(

@@ -20,6 +20,7 @@ from workbook.exercises.grader import solved
     mistakes={
         # With S bytes in each message the tree would never take longer.
         "a message of the ring has S / P bytes, one of the tree S": lambda *_: "tree",
+        "on a tie it is the tree": lambda choose, n, *rest: choose(n + 1e-9, *rest),
     },
 )
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:

@@ -25,6 +25,11 @@ def into_its_own(comm, tensor, root):
     return receives_from_each(comm, tensor, root, lambda own: own)
 
 
+def into_one_tensor(comm, tensor, root):
+    box = torch.empty_like(tensor)
+    return receives_from_each(comm, tensor, root, lambda own: box)
+
+
 def gathers_around_the_ring(comm, tensor, root):
     found = collectives.all_gather(comm, tensor)
     return found if comm.rank == root else None
@@ -34,6 +39,11 @@ ANSWERS = [
     Answers(
         check.collectives.gather,
         [receives_from_each],
-        [into_its_own, gathers_around_the_ring, partial(receives_from_each, own=False)],
+        [
+            into_its_own,
+            into_one_tensor,
+            gathers_around_the_ring,
+            partial(receives_from_each, own=False),
+        ],
     ),
 ]

@@ -151,6 +151,14 @@ def exchange_only(comm, hop, outgoing, landing):
     comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
 
 
+def with_the_peers_swapped(comm, hop, outgoing, landing):
+    if hop.send and hop.recv:
+        hop = hop._replace(
+            send=hop.send._replace(peer=hop.recv.peer), recv=hop.recv._replace(peer=hop.send.peer)
+        )
+    run_hop(comm, hop, outgoing, landing)
+
+
 ANSWERS = [
     Answers(
         check.pipeline.micro_batches,
@@ -181,6 +189,11 @@ ANSWERS = [
     Answers(
         check.pipeline.hop,
         [run_hop, through_numpy],
-        [ends(send_first), ends(exchange_only), lambda comm, hop: None],
+        [
+            ends(send_first),
+            ends(exchange_only),
+            with_the_peers_swapped,
+            lambda comm, hop: None,
+        ],
     ),
 ]

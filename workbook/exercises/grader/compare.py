@@ -118,11 +118,18 @@ def other_kind(value: Any, expected: Any) -> str | None:
     if kind == expected_kind:
         return None
     if isinstance(value, list) and isinstance(expected, list):
-        entries = value + expected
-        few = len(entries) <= 2 * _MOST_SHOWN
-        if few and all(isinstance(entry, (int, float)) for entry in entries):
+        leaves = _leaves(value) + _leaves(expected)
+        few = len(leaves) <= 4 * _MOST_SHOWN
+        if few and all(isinstance(leaf, (int, float, str)) for leaf in leaves):
             return f"it is {beside(value, expected)}"
     return f"it is {kind}, expected {expected_kind}"
+
+
+def _leaves(value: Any) -> list:
+    """What is in a list, and in the lists in it."""
+    if not isinstance(value, list):
+        return [value]
+    return [leaf for entry in value for leaf in _leaves(entry)]
 
 
 def sorted_inside(value: Any) -> str:

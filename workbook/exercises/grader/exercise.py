@@ -147,7 +147,7 @@ class Exercise:
         keeps: the names of arguments whose values must stay as they are.
         chunked: judge the tensor as P chunks, and name the first wrong one.
         parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
-        mistakes: at most three sentences -> (rank, case) -> the wrong value it leads to.
+        mistakes: a sentence -> (rank, case) -> the wrong value it leads to.
         judge: (case, values by rank) -> what is wrong, or None; in place of ``expected``.
         rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
         target: (rank, case) -> Target of this rank.

@@ -30,6 +30,7 @@ _MOST_PARTS = 8
 _LARGEST_FACTOR = 100
 # So many different numbers have to show a factor.
 _FEWEST_DRAWS = 3
+_IN_PLACE = "write into it (+=, copy_, recv), because a = a + b makes a new tensor"
 Tried = Mapping[Case, Ranks]
 
 
@@ -86,6 +87,12 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     for sentence, wrong in exercise.mistakes.items():
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
+    if exercise.written is not None and all(
+        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
+        or not _wrong_part(exercise, case, rank, ranks[rank].value)
+        for case, ranks in tried.items()
+    ):
+        return f"it has not changed: {_IN_PLACE}"
     return ""
 
 
@@ -117,7 +124,9 @@ def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> st
 
 
 def _has(entries: Any, index: Any) -> bool:
-    return index in entries if isinstance(entries, dict) else index < len(entries)
+    if isinstance(entries, dict):
+        return index in entries
+    return isinstance(entries, list) and index < len(entries)
 
 
 def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
@@ -126,10 +135,7 @@ def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome
         return "it is the result of the first call, although the values are others now"
     if outcome.stand_in is None or _wrong_part(exercise, case, rank, outcome.stand_in):
         return ""
-    return (
-        "the right values are in a new tensor, and the given one has not changed: write into it "
-        "(+=, copy_, recv), because a = a + b makes a new tensor"
-    )
+    return "the right values are in a new tensor, and the given one has not changed: " + _IN_PLACE
 
 
 class _Part(NamedTuple):

@@ -1,6 +1,7 @@
 """A learner's function on real ranks: the outcomes of its calls, or how the run broke off."""
 
 import contextlib
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -36,6 +37,9 @@ class DidNotFinish(Exception):
         story = story.replace("at <string>, line 1", "in the part that the check plays")
         if case.world_size == 1:
             story = story.replace("rank 0", "the function")
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if isinstance(error, DeadlineError) and load > 2 * cores:
+            story += f"\nOr try again: the machine is busy (load {load:.0f} on {cores} cores)."
         super().__init__(f"{case_text}: {story}")
 
 
