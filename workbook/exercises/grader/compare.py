@@ -120,7 +120,7 @@ def other_kind(value: Any, expected: Any) -> str | None:
     if isinstance(value, list) and isinstance(expected, list):
         entries = value + expected
         few = len(entries) <= 2 * _MOST_SHOWN
-        if few and all(isinstance(entry, (int, float)) for entry in entries):
+        if few and all(isinstance(entry, (int, float, str)) for entry in entries):
             return f"it is {beside(value, expected)}"
     return f"it is {kind}, expected {expected_kind}"
 
