@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, Subset
 from labkit.training.config import LAYOUT
 from labkit.training.recording import Entry, Record, read_record, together
 from labkit.training.train_run import train_with
-from labkit.units import check_integer
+from labkit.units import check_integer, format_count
 
 # Relative differences that rounding explains, by dtype; inputs of other dtypes are integers.
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4}
@@ -130,7 +130,8 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [f"{self.first}, then {self.second}"]
-        lines.append(f"compared: {self.num_tensors} tensors of {self.steps} steps")
+        tensors = format_count(self.num_tensors, "tensor")
+        lines.append(f"compared: {tensors} of {format_count(self.steps, 'step')}")
         if self.difference is None:
             size, name = self.largest
             lines.append(f"equal: the largest relative difference is {size:.2g}{name}")

@@ -44,7 +44,7 @@ WRONG = {
     ),
     "a bubble": ("large", {"dp": 1, "tp": 2, "pp": 32}, "does not fit"),
     "more GPUs than there are": ("medium", {"dp": 8, "tp": 2}, "16 GPUs, the cluster has 8"),
-    "a word that is none": ("medium", {"data": 8}, "no layout"),
+    "a word that is none": ("medium", {"data": 8}, "unknown field 'data'"),
 }
 
 

@@ -77,3 +77,4 @@ def test_an_infinite_summand_allows_no_error():
 def test_a_value_of_another_kind_is_told():
     assert other_kind([1.0, 2.0, 3.0], ROW) is None
     assert "a list of 2, expected a tensor [3]" in str(other_kind([1.0, 2.0], ROW))
+    assert "it is ['conv'], expected []" in str(other_kind(["conv"], []))

@@ -112,6 +112,8 @@ def choose(name: str, **layout: Any) -> Verdict:
         if not layout:
             return Verdict(f"choosing.{name}", NOT_ATTEMPTED, notes=[CASES[name][0]])
         try:
+            for field in layout:
+                check_choice("field", field, Layout.__annotations__)
             choice = look_at(name, Layout(**layout))
         except (TypeError, ValueError) as error:
             note = f"This is no layout for it: {error}."

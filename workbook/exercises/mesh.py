@@ -77,10 +77,7 @@ def _more_ranks(random: Random) -> list[tuple]:
     mistakes={
         "a pipeline is no ring: its last stage sends nothing to the first": _in_a_circle,
         "all ranks sum all gradients: only those that hold the same parameters": (
-            lambda rule, rank, dp, pp, tp: (
-                list(range(dp * pp * tp)),
-                *rule(rank, dp, pp, tp)[1:],
-            )
+            lambda rule, rank, dp, pp, tp: ([*range(dp * pp * tp)], *rule(rank, dp, pp, tp)[1:])
         ),
         "gradients are summed along data, activations along tensor": lambda rule, *given: (
             [rule(*given)[side] for side in (1, 0, 2)]
@@ -116,22 +113,13 @@ def partners(rank: int, dp: int, pp: int, tp: int) -> tuple[list[int], list[int]
     *((4800, 2, 2), (4800, 4, 2), (96000, 8, 4), (4800, 2, 1), (960, 1, 4)),
     mistakes={
         "between replicas only a shard travels, 1 / S of the gradients": (
-            lambda rule, size, shards, replicas: (
-                rule(size, shards, replicas)[0],
-                rule(size, 1, replicas)[1],
-            )
+            lambda rule, *sizes: (rule(*sizes)[0], rule(sizes[0], 1, sizes[2])[1])
         ),
         "inside, parameters are gathered twice, and gradients reduced once": (
-            lambda rule, size, shards, replicas: (
-                rule(size, shards, replicas)[0] * 2 // 3,
-                rule(size, shards, replicas)[1],
-            )
+            lambda rule, *sizes: (rule(*sizes)[0] * 2 // 3, rule(*sizes)[1])
         ),
         "an all-reduce of replicas sends a shard there and back: twice (R - 1) / R": (
-            lambda rule, size, shards, replicas: (
-                rule(size, shards, replicas)[0],
-                rule(size, shards, replicas)[1] // 2,
-            )
+            lambda rule, *sizes: (rule(*sizes)[0], rule(*sizes)[1] // 2)
         ),
     },
 )

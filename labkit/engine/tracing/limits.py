@@ -242,7 +242,7 @@ def what_limited(
     others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
     is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
     if culprit is None and is_alone and slowdown > _STRAGGLER:
-        unfelt = "and hardly any of them waited for it"
+        unfelt = "and they hardly waited for it"
         parts.append(f"rank {slowest} {took} other ranks {work}, {unfelt}")
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first

@@ -28,7 +28,7 @@ RECORDED = Path(__file__).parent / "recorded"
         ("straggler", "straggler", 1, "times as long as the others for its part"),
         ("slow_link", "communication", None, "11% of all communication was hidden"),
         ("busy_server", "bottleneck", 0, "while it exchanged messages with others"),
-        ("async_straggler", "computing", None, "and hardly any of them waited for it"),
+        ("async_straggler", "computing", None, "and they hardly waited for it"),
         ("bubble", "bubble", None, "the stages were idle for"),
         ("late_without_spans", "straggler", 2, "as long as the others between its messages"),
     ],

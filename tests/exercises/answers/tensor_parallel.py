@@ -63,8 +63,10 @@ def rows_in_a_row(rank, world_size, qkv, out, num_heads):
 # cross_entropy(comm, logits, targets, first)
 
 
-def in_three_sums(comm, logits, targets, first, highest=True):
-    top = ring_all_reduce(comm, logits.amax(1), "max") if highest else torch.zeros(len(targets))
+def in_three_sums(comm, logits, targets, first, highest="of all"):
+    top = logits.amax(1) if highest else torch.zeros(len(targets))
+    if highest == "of all":
+        top = ring_all_reduce(comm, top, "max")
     exps = (logits - top[:, None]).exp()
     total = ring_all_reduce(comm, exps.sum(1))
     here = functional.one_hot(targets, 1 + max(int(targets.max()), first + logits.shape[1]))
@@ -137,7 +139,8 @@ ANSWERS = [
         check.tensor_parallel.cross_entropy,
         [in_three_sums],
         [
-            partial(in_three_sums, highest=False),
+            partial(in_three_sums, highest=""),
+            partial(in_three_sums, highest="its own"),
             with_all_logits,
             of_its_own_classes,
             counts_the_next_class,
