@@ -117,7 +117,7 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
             profile = _read_profile(path, head, len(by_rank), (file_base_ns - base_ns) / 1e9)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
-        if not profile.spans:
+        if all(span.kind == "data" for span in profile.spans):
             empty.append(path)
             continue
         if profile.rank in by_rank:
@@ -314,7 +314,8 @@ def uncompared(profiles: Sequence[Profile]) -> str:
         return ""
     return (
         f"For {uncompared_s / all_s:.0%} of the seconds in sends, receives and collectives these "
-        "profiles do not show which ranks met: waiting there counts as communication."
+        "profiles do not show which ranks met: waiting there counts as communication, also where "
+        "computing hides it."
     )
 
 

@@ -216,6 +216,12 @@ def test_files_that_were_merged_into_one_are_refused(tmp_path):
             explain([profile(tmp_path, 0, merged)])
 
 
+def test_a_profile_of_an_empty_step_is_refused(tmp_path):
+    # So ends a profile whose schedule records on when the loop is over.
+    with pytest.raises(ValueError, match="no operators or kernels"):
+        explain([profile(tmp_path, 0, [event("ProfilerStep#10", 0, 1, "user_annotation", 1)])])
+
+
 def test_a_profilers_table_beside_its_traces_is_passed_over(tmp_path):
     profile(tmp_path, 0, [event("gemm", 0, 5)])
     (tmp_path / "fit-profile-0.txt").write_text("Name  Self CPU %")
@@ -320,6 +326,16 @@ def test_torchtitans_logs_show_the_phases_of_steps(tmp_path):
         "Input limited the run: fetching_batch took 60% of the time in steps. "
         "The rest: fwd_bwd 34%, code between the phases 6%."
     )
+
+
+def test_torchtitans_logs_of_two_runs_are_refused(tmp_path):
+    for rank, begins_us in enumerate((0, 500)):
+        lines = []
+        for name, us in {"step_start": begins_us, "step_end": begins_us + 100}.items():
+            lines.append(json.dumps({"rank": rank, "log_type_name": name, "time_us": us}) + "\n")
+        (tmp_path / f"training.global_rank_{rank}.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match="give the logs of one run"):
+        explain([tmp_path])
 
 
 def profiled(comm, folder):
