@@ -239,16 +239,20 @@ def what_limited(
     names = _NAMES | {WAIT: waiting, GAP: gap}
     hidden = _hidden_share(times.values())
     parts = _describe_rest(kind, shares, names, hidden)
-    others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
-    is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
-    # Profiles without any waiting do not show who waits.
-    is_alone = is_alone and (shares[WAIT] > 0 or not trace.apart)
+    is_alone = work != _BETWEEN and _is_unfelt(slowest, times, trace.apart)
     if culprit is None and is_alone and slowdown > _STRAGGLER:
         unfelt = "and hardly any of them waited for it"
         parts.append(f"rank {slowest} {took} other ranks {work}, {unfelt}")
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
     return Limit(kind, text, culprit, shares, hidden, slowdown)
+
+
+def _is_unfelt(rank: int, times: dict[int, RankTimes], apart: bool) -> bool:
+    """Whether hardly any rank waited for this one; profiles without waiting do not show it."""
+    others_s = sum(times[other].elapsed_s for other in times if other != rank)
+    is_seen = not apart or any(rank_time.seconds[WAIT] for rank_time in times.values())
+    return is_seen and sum(times[rank].blamed_s.values()) <= _NOTICED * others_s
 
 
 def _has_stages(trace: Trace) -> bool:
