@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26070,
+    "labkit": 26060,
     "notebooks": 900,
-    "tests": 27620,
+    "tests": 27610,
     "tools": 1685,
     "workbook": 16310,
 }
