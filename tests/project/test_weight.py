@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26000,
+    "labkit": 26200,
     "notebooks": 900,
-    "tests": 27620,
+    "tests": 27800,
     "tools": 1685,
-    "workbook": 16458,
+    "workbook": 16500,
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.engine.tracing.load import kind_of, list_files, load
-from labkit.engine.tracing.profiler import join, read_profiles
+from labkit.engine.tracing.profiler import join, read_profiles, uncompared
 from labkit.engine.tracing.recorder import with_waits
 from labkit.engine.tracing.spans import Span, Trace
 
@@ -51,6 +51,8 @@ def merge_traces(contents: dict[Path, Any]) -> tuple[Trace, str, list[str]]:
     if any(profile.on_gpu for profile in profiles):
         gap = "a GPU without work"
     trace = replace(Trace.merge([with_waits(join(profiles))]), apart=True)
+    if not notes:
+        notes = [note for note in [uncompared(profiles)] if note]
     return trace, gap, notes
 
 

@@ -205,12 +205,12 @@ def what_limited(
     shares = {}
     for state in _KINDS:
         shares[state] = statistics.fmean(rank.seconds[state] / rank.elapsed_s for rank in counted)
-    slowest, slowdown, work = _slowest(times, has_stages)
-    times_as_long = format_number(slowdown) if slowdown < 10 else "more than ten"
-    took = f"took {times_as_long} times as long as"
     # The rank that the others waited for longest, and whether most of all waiting was for it.
     blamed_s = {rank: sum(times[rank].blamed_s.values()) for rank in times}
     most = max(blamed_s, key=blamed_s.__getitem__)
+    slowest, slowdown, work = _slowest(times, has_stages, most)
+    times_as_long = format_number(slowdown) if slowdown < 10 else "more than ten"
+    took = f"took {times_as_long} times as long as"
     is_one = blamed_s[most] > _MOSTLY * sum(blamed_s.values())
     cause = max(times[most].blamed_s, key=times[most].blamed_s.__getitem__, default=GAP)
     largest = max(shares, key=shares.__getitem__)
@@ -239,14 +239,20 @@ def what_limited(
     names = _NAMES | {WAIT: waiting, GAP: gap}
     hidden = _hidden_share(times.values())
     parts = _describe_rest(kind, shares, names, hidden)
-    others_s = sum(times[rank].elapsed_s for rank in times if rank != slowest)
-    is_alone = work != _BETWEEN and blamed_s[slowest] <= _NOTICED * others_s
+    is_alone = work != _BETWEEN and _is_unfelt(slowest, times, trace.apart)
     if culprit is None and is_alone and slowdown > _STRAGGLER:
         unfelt = "and they hardly waited for it"
         parts.append(f"rank {slowest} {took} other ranks {work}, {unfelt}")
     second = "; ".join(parts)
     text = f"{first} {second[:1].upper()}{second[1:]}." if second else first
     return Limit(kind, text, culprit, shares, hidden, slowdown)
+
+
+def _is_unfelt(rank: int, times: dict[int, RankTimes], apart: bool) -> bool:
+    """Whether hardly any rank waited for this one; profiles without waiting do not show it."""
+    others_s = sum(times[other].elapsed_s for other in times if other != rank)
+    is_seen = not apart or any(rank_time.seconds[WAIT] for rank_time in times.values())
+    return is_seen and sum(times[rank].blamed_s.values()) <= _NOTICED * others_s
 
 
 def _has_stages(trace: Trace) -> bool:
@@ -286,8 +292,11 @@ def _describe_rest(
     return parts
 
 
-def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float, str]:
-    """The rank that takes longest, how many times as long as the others, and for what."""
+def _slowest(times: dict[int, RankTimes], has_stages: bool, most: int) -> tuple[int, float, str]:
+    """The rank that takes longest, how many times as long as the others, and for what.
+
+    For its computing, unless only all work between its messages shows why ``most`` is waited for.
+    """
     computed_s = {}
     own_s = {}
     for rank, rank_times in times.items():
@@ -297,7 +306,9 @@ def _slowest(times: dict[int, RankTimes], has_stages: bool) -> tuple[int, float,
             computed_s[rank] = rank_times.unit_s
     slowest, slowdown = _compare(computed_s)
     slowest_between, slowdown_between = _compare(own_s)
-    is_between = not has_stages and slowdown < _STRAGGLER < slowdown_between
+    is_other = slowest != most == slowest_between
+    is_between = not has_stages and slowdown_between > _STRAGGLER
+    is_between = is_between and (slowdown < _STRAGGLER or is_other)
     if not computed_s or is_between:
         return slowest_between, slowdown_between, _BETWEEN
     return slowest, slowdown, "for its stage" if has_stages else "for its part"

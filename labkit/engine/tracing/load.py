@@ -44,7 +44,9 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
         inside = [entry for entry in sorted(path.iterdir()) if _IN_FOLDERS.search(entry.name)]
         if not inside:
             raise ValueError(f"{path} has no traces or dumps (.json, .json.gz, .jsonl, .pickle)")
-        files += inside
+        # Text beside traces is a profiler's table; alone, it may be the debug server's.
+        data = [entry for entry in inside if entry.suffix not in (".txt", ".html")]
+        files += data or inside
     return files
 
 

@@ -1,15 +1,15 @@
 """Profiles of PyTorch's profiler (``export_chrome_trace``), one file per rank, as spans.
 
-With events of a GPU, kernels of collectives are communication, and all other kernels and copies
-are computing; without, collectives are communication and the other operators computing. While
-nothing else happens and the host is in a data loader, the rank waits for input. A
-``ProfilerStep`` begins a unit of work. A rank counts from the first span of all to its last, or
-from when its recording began.
+With events of a GPU, kernels of collectives and gloo's on the host are communication, and all
+other kernels and copies are computing; without, collectives are communication and the other
+operators computing. While nothing else happens and the host is in a data loader, the rank waits
+for input. A ``ProfilerStep`` begins a unit of work. A rank counts from the first span of all to
+its last, or from when its recording began.
 
 Collectives of the ranks of one process group that overlap in time are one: until the last rank has
 begun it, the others wait for that rank. Kernels that name no group are taken to be of all ranks;
-in a run with several groups they are not compared. The files of several machines are only as exact
-as their clocks.
+in a run with several groups they are not compared, nor are sends and receives ever. The files of
+several machines are only as exact as their clocks.
 
 Source: Kineto's ``output_json.cpp``; PyTorch's ``ParamCommsUtils.hpp`` for the arguments.
 """
@@ -48,6 +48,11 @@ _CALL = re.compile(
     rf"^(?:c10d|_c10d_functional\w*|symm_mem)::|^record_param_comms|^vllm::(?:{_WORDS})"
 )
 _NCCL = re.compile(r"^(?:nccl|rccl|xccl)[\w-]*:")
+# Of a send or recv nothing names the peer; to these collectives ranks may bring different sizes.
+_PEER_TO_PEER = re.compile(r"\b(?:send|recv)\b")
+_UNEVEN = re.compile(r"all_?to_?all|:(?:gather|scatter)\b")
+# From this share of its seconds on, communication that is not compared is mentioned.
+_MENTIONED = 0.1
 _LOADER = "enumerate(DataLoader)#"
 _RANK_IN_NAME = re.compile(r"rank[-_.]?(\d+)")
 
@@ -64,6 +69,7 @@ class Profile:
     world_size: int = 0
     spans: list[Span] = field(default_factory=list)
     calls: dict[int, _Key] = field(default_factory=dict)
+    num_groups: int = 1
     begun_s: float = float("-inf")
     on_gpu: bool = False
 
@@ -78,9 +84,16 @@ class Profile:
     def add(self, kind: str, start_s: float, end_s: float, lane: int = 0) -> None:
         self.spans.append(Span(self.rank, kind, start_s, end_s, lane=lane))
 
+    def add_backend_event(self, event: dict[str, Any]) -> None:
+        """Add a collective that the host carries out, or starts."""
+        sizes = (event.get("args") or {}).get("Input Dims")
+        if _UNEVEN.search(event["name"]):
+            sizes = None
+        self.add_collective(event, (None, "", f"{event['name']} {sizes}"))
+
     def add_collective(self, event: dict[str, Any], key: _Key | None) -> None:
-        """Add a collective; without a key it is not compared with other ranks'."""
-        if key and not re.search(r"\b(?:send|recv)\b", key[2]):
+        """Add a collective; without a key it is a call that leads to one."""
+        if key:
             self.calls[len(self.spans)] = key
         self.add("communicate", event["start_s"], event["end_s"], lane=1)
 
@@ -104,7 +117,7 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
             profile = _read_profile(path, head, len(by_rank), (file_base_ns - base_ns) / 1e9)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"cannot read {path} as a Chrome trace: {error!r}") from None
-        if not profile.spans:
+        if all(span.kind == "data" for span in profile.spans):
             empty.append(path)
             continue
         if profile.rank in by_rank:
@@ -149,6 +162,11 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
         profile.begun_s = recording[0]["start_s"]
     on_gpu = list(itertools.chain.from_iterable(events[category] for category in _ON_GPU))
     on_host = list(itertools.chain.from_iterable(events[category] for category in _ON_HOST))
+    if len(recording) > 1 or len({event["pid"] for event in on_host}) > 1:
+        raise ValueError(
+            f"{path} holds several recordings, merged into one: give the files from which it was "
+            "made, one per rank"
+        )
     # A host only starts NCCL's collectives, unless it is seen to stand in them.
     nccl_s = [e["end_s"] - e["start_s"] for e in on_host if _NCCL.match(e["name"])]
     only_starts = False
@@ -158,6 +176,9 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
     if on_gpu:
         profile.on_gpu = True
         _add_kernels(profile, on_gpu)
+        for event in on_host:
+            if event["name"].startswith("gloo:"):
+                profile.add_backend_event(event)
     elif LAUNCH in head["traceEvents"] or only_starts:
         raise ValueError(
             f"{path} has no events of a GPU, though its program ran on one, and what limited it "
@@ -171,8 +192,7 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
         elif event["name"].startswith("ProfilerStep"):
             profile.add("data", event["start_s"], event["start_s"])
     groups = {str(g.get("ranks")) for g in about.get("pg_config") or [] if g.get("pg_size") != 1}
-    if len(groups) > 1:
-        profile.calls = {n: key for n, key in profile.calls.items() if key[0] is not None}
+    profile.num_groups = len(groups)
     return profile
 
 
@@ -206,8 +226,7 @@ def _add_operators(profile: Profile, events: list[dict[str, Any]]) -> None:
         name = event["name"]
         event["kind"] = "compute"
         if _BACKEND.match(name):
-            sizes = str((event.get("args") or {}).get("Input Dims"))
-            profile.add_collective(event, (None, "", f"{name} {sizes}"))
+            profile.add_backend_event(event)
             event["kind"] = "communicate"
         elif _CALL.match(name):
             profile.add_collective(event, None)
@@ -264,7 +283,10 @@ def join(profiles: Sequence[Profile]) -> list[list[Span]]:
     calls: dict[_Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, profile in by_rank.items():
         for index in sorted(profile.calls, key=lambda index: profile.spans[index].start_s):
-            calls[profile.calls[index]][rank].append(index)
+            key = profile.calls[index]
+            is_known = key[0] is not None or profile.num_groups <= 1
+            if is_known and not _PEER_TO_PEER.search(key[2]):
+                calls[key][rank].append(index)
     number = 0
     for (_, members, _), calls_of in calls.items():
         group = set(map(int, re.findall(r"\d+", members))) if members else set(by_rank)
@@ -276,6 +298,25 @@ def join(profiles: Sequence[Profile]) -> list[list[Span]]:
                     spans = by_rank[rank].spans
                     spans[index] = replace(spans[index], meets=((-1, -1, number),))
     return [profile.spans for profile in profiles]
+
+
+def uncompared(profiles: Sequence[Profile]) -> str:
+    """Say for how much of the communication of joined profiles nothing shows who waits."""
+    all_s = 0.0
+    uncompared_s = 0.0
+    for profile in profiles:
+        for index in profile.calls:
+            span = profile.spans[index]
+            all_s += span.duration_s
+            if not span.meets:
+                uncompared_s += span.duration_s
+    if len(profiles) == 1 or uncompared_s <= _MENTIONED * all_s:
+        return ""
+    return (
+        f"For {uncompared_s / all_s:.0%} of the seconds in sends, receives and collectives these "
+        "profiles do not show which ranks met: waiting there counts as communication, also where "
+        "computing hides it."
+    )
 
 
 def _overlapping(

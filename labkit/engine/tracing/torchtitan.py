@@ -21,13 +21,17 @@ def explain_logs(contents: dict[Path, Any]) -> str:
     """Return which phase took most of the time in training steps, and which rank's input is slow.
 
     Raises:
-        ValueError: a log has no training step, or two are of one rank.
+        ValueError: a log has no training step, or two are of one rank or of different times.
     """
     by_rank: dict[int, dict[str, float]] = {}
+    begun_us = {}
+    ended_us = {}
     for path, records in contents.items():
         try:
             rank = int(records[0]["rank"])
             seconds = _seconds_by_phase(records)
+            begun_us[path] = records[0]["time_us"]
+            ended_us[path] = records[-1]["time_us"]
         except (LookupError, TypeError, ValueError) as error:
             raise ValueError(f"cannot read {path} as torchtitan's log: {error!r}") from None
         if not sum(seconds.values()):
@@ -35,6 +39,10 @@ def explain_logs(contents: dict[Path, Any]) -> str:
         if rank in by_rank:
             raise ValueError(f"{path} is of rank {rank} again: give one log per rank, of one run")
         by_rank[rank] = seconds
+    latest = max(begun_us, key=begun_us.__getitem__)
+    earliest = min(ended_us, key=ended_us.__getitem__)
+    if begun_us[latest] > ended_us[earliest]:
+        raise ValueError(f"{latest} begins after {earliest} has ended: give the logs of one run")
     shares: dict[str, float] = defaultdict(float)
     for seconds in by_rank.values():
         for phase, phase_s in seconds.items():

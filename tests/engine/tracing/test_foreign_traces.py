@@ -162,6 +162,72 @@ def test_without_a_gpu_the_innermost_operator_of_a_thread_counts(tmp_path):
     )
 
 
+def gloo(name, start_ms, ms, size=8, thread=9):
+    dims = {"Input Dims": [[size]]}
+    return event(f"gloo:{name}", start_ms, ms, "user_annotation", thread, **dims)
+
+
+@pytest.mark.parametrize("name", ["send", "all_reduce"])
+def test_where_no_partner_can_be_seen_waiting_is_not_denied(name, tmp_path):
+    # Rank 1 computes longest, and nothing says that rank 0 waits for it.
+    two_groups = [{"pg_size": 4, "ranks": [0, 1]}, {"pg_size": 2, "ranks": [0, 2]}]
+    for rank, ms in enumerate((10, 80)):
+        events = [event("aten::mm", 0, ms, "cpu_op", 1), gloo(name, ms, 100 - ms)]
+        about = {"rank": rank, "world_size": 2, "pg_config": two_groups}
+        profile(tmp_path, rank, events, distributedInfo=about)
+    text = explain([tmp_path])
+    assert "For 100% of the seconds" in text
+    assert "do not show which ranks met: waiting there counts as communication" in text
+    assert "hardly any of them waited" not in text
+
+
+def test_a_rank_that_is_late_is_named_though_it_computes_least(tmp_path):
+    # Both compute hardly at all, rank 0 more; rank 1 sleeps.
+    for rank, (compute_ms, begins_ms) in enumerate([(4, 4), (1, 90)]):
+        steps = range(3)
+        events = [event("ProfilerStep", 100 * n, 100, "user_annotation", 1) for n in steps]
+        events += [event("aten::mm", 100 * n, compute_ms, "cpu_op", 1) for n in steps]
+        events += [gloo("all_reduce", 100 * n + begins_ms, 100 - begins_ms) for n in steps]
+        profile(tmp_path, rank, events)
+    limit = limit_of(tmp_path)
+    assert (limit.kind, limit.rank) == ("straggler", 1)
+    assert "between its messages" in str(limit)
+
+
+def test_ranks_meet_in_an_all_to_all_of_different_sizes(tmp_path):
+    first = profile(tmp_path, 0, [gloo("all_to_all", 0, 30, size=5)])
+    second = profile(tmp_path, 1, [gloo("all_to_all", 20, 10, size=7)])
+    assert waits(first, second) == [(0, 1, 20)]
+
+
+def test_gloos_collectives_count_beside_a_gpu(tmp_path):
+    events = [event("gemm", 0, 30), gloo("all_reduce", 20, 80)]
+    limit = limit_of(profile(tmp_path, 0, events, world_size=1))
+    assert limit.shares["communicate"] == pytest.approx(0.7)
+    assert limit.hidden == pytest.approx(1 / 8)
+
+
+def test_files_that_were_merged_into_one_are_refused(tmp_path):
+    started = event("PyTorch Profiler (0)", 0, 10, "Trace", "PyTorch Profiler")
+    ranks = [{**event("aten::mm", 0, 9, "cpu_op"), "pid": pid} for pid in (1, 2)]
+    cycles = [started, event("aten::mm", 0, 9, "cpu_op"), started]
+    for merged in (ranks, cycles):
+        with pytest.raises(ValueError, match="several recordings"):
+            explain([profile(tmp_path, 0, merged)])
+
+
+def test_a_profile_of_an_empty_step_is_refused(tmp_path):
+    # So ends a profile whose schedule records on when the loop is over.
+    with pytest.raises(ValueError, match="no operators or kernels"):
+        explain([profile(tmp_path, 0, [event("ProfilerStep#10", 0, 1, "user_annotation", 1)])])
+
+
+def test_a_profilers_table_beside_its_traces_is_passed_over(tmp_path):
+    profile(tmp_path, 0, [event("gemm", 0, 5)])
+    (tmp_path / "fit-profile-0.txt").write_text("Name  Self CPU %")
+    assert "Computing limited the run" in explain([tmp_path])
+
+
 def test_files_that_do_not_fit_together_are_refused(tmp_path):
     path = profile(tmp_path, 0, [event("gemm", 0, 1)])
     folders = [tmp_path / name for name in "abcd"]
@@ -260,6 +326,16 @@ def test_torchtitans_logs_show_the_phases_of_steps(tmp_path):
         "Input limited the run: fetching_batch took 60% of the time in steps. "
         "The rest: fwd_bwd 34%, code between the phases 6%."
     )
+
+
+def test_torchtitans_logs_of_two_runs_are_refused(tmp_path):
+    for rank, begins_us in enumerate((0, 500)):
+        lines = []
+        for name, us in {"step_start": begins_us, "step_end": begins_us + 100}.items():
+            lines.append(json.dumps({"rank": rank, "log_type_name": name, "time_us": us}) + "\n")
+        (tmp_path / f"training.global_rank_{rank}.jsonl").write_text("".join(lines))
+    with pytest.raises(ValueError, match="give the logs of one run"):
+        explain([tmp_path])
 
 
 def profiled(comm, folder):
