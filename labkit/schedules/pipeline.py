@@ -71,8 +71,8 @@ def gpipe(stage: int, num_stages: int, num_micro_batches: int) -> Iterator[Actio
         stage 1   .  F0 F1 F2 .  .  B0 B1 B2 .
         stage 2   .  .  F0 F1 F2 B0 B1 B2 .  .
 
-    Each stage holds the activations of all M micro-batches when backward begins. The order is the
-    same on every stage; a dot means that the stage waits (``labkit.schedules.timetable``).
+    The order is the same on every stage; a dot means that the stage waits
+    (``labkit.schedules.timetable``).
 
     Source: Huang et al., "GPipe: Efficient training of giant neural networks using pipeline
     parallelism" (2019), figure 2c; backward in the order of PyTorch's ``ScheduleGPipe``.
@@ -90,7 +90,7 @@ def one_f_one_b(stage: int, num_stages: int, num_micro_batches: int) -> Iterator
         stage 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
     Stage s runs P - 1 - s forwards ahead, then alternates forward and backward. So it holds the
-    activations of at most P - s micro-batches, whatever M is; the bubble is as in ``gpipe``.
+    activations of at most P - s micro-batches, where ``gpipe`` holds all M; the bubble is equal.
 
     Source: Narayanan et al., "PipeDream" (2019), section 3.2, without its weight versions: the
     update waits for all micro-batches, as in Narayanan et al., "Efficient large-scale language

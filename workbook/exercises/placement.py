@@ -6,6 +6,7 @@ Symbols: L layers, P stages, one device per stage.
 import math
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 from labkit.costs.link import Link
 from labkit.costs.planner import LayerCost, Profile, predict_split
@@ -84,6 +85,12 @@ _DUMBBELL = _profile(
 _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
 
 
+def _slowest_stage_s(_: Callable, *given: Any) -> float:
+    """As if all stages computed at the same time."""
+    split = predict_split(*given)
+    return max(map(sum, zip(split.forward_s, split.backward_s))) + 2 * sum(split.hop_s)
+
+
 @solved(
     *((_FUNNEL, (4,), _FAR), (_DUMBBELL, (2, 6), _FAR), (_DUMBBELL, (1, 3, 5, 8), _NEAR)),
     *((_FUNNEL, (7, 8), _NEAR), (_FUNNEL, (), _FAR)),
@@ -96,19 +103,11 @@ _NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
         "a gradient comes back over each cut": lambda step, profile, points, link: (
             (step(profile, points, link) + step(profile, (), link)) / 2
         ),
-        "the stages wait for each other, so the times of all layers add up": (
-            lambda step, profile, points, link: (
-                step(profile, points, link)
-                - step(profile, (), link) * len(points) / (len(points) + 1)
-            )
-        ),
+        "the stages wait for each other, so the times of all layers add up": _slowest_stage_s,
     },
 )
 def step_seconds(profile: Profile, split_points: Points, link: Link) -> float:
-    """Grade ``fn(profile, split_points, link)``: seconds of a training step without a pipeline.
-
-    All parameters are trained.
-    """
+    """Grade ``fn(profile, split_points, link)``: seconds of a step, with all layers trained."""
     compute_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
     sizes = [profile.layers[cut - 1].output_bytes for cut in split_points]
     return compute_s + 2 * sum(map(link.message_seconds, sizes))

@@ -178,6 +178,9 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
             update(w, g, 1.0, *rest)[0],
             *update(w, g, scale, *rest)[1:],
         ],
+        "ask each element, not the sum": lambda fn, w, g, *rest: fn(
+            w, g / g.sum().isfinite(), *rest
+        ),
         "the scale doubles with the update that makes good equal to patience": (
             lambda update, *given: update(*given[:-1], given[-1] + 1)
         ),

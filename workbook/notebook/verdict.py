@@ -113,7 +113,7 @@ def faster(times: Mapping[str, Times]) -> Verdict:
         return Verdict(f"Fastest: {first}, {', '.join(ahead)}.", ratios[slower[0]])
     ratio = ratios[close[0]]
     spread = f"{close[0]} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
-    text = f"Cannot be told apart: {first} and {', '.join(close)} ({spread})."
+    text = f"Cannot be told apart: {' and '.join([first, *close])} ({spread})."
     if ahead:
         text += f" {first} was {', '.join(ahead)}."
     return Verdict(text, ratio)
