@@ -80,7 +80,7 @@ def progress_file() -> tuple[Path | None, str]:
     """Return the file in which progress is kept; or None, and why it is not kept."""
     named = os.environ.get("LABKIT_PROGRESS", "")
     if os.environ.get("LABKIT_LIVE") == "0" or os.environ.get("RANK"):
-        return None, "LABKIT_LIVE=0 is set, or this is a rank"
+        return None, "it stores or tests pages (LABKIT_LIVE=0), or is a rank"
     if named.lower() == "off":
         return None, "LABKIT_PROGRESS=off is set"
     if named:
