@@ -28,7 +28,8 @@ from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
 from labkit.schedules.servers import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, MakeOptimizer, lay_end_to_end
+from labkit.strategies.base import Batch, MakeOptimizer
+from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.precision import LossScaler
 from labkit.strategies.traits import Traits

@@ -232,33 +232,3 @@ class Strategy:
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that require a gradient; a tied one comes once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` [N] in the shapes of ``tensors``, one after the other."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors)]
-
-
-def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Move parameters (and buffers) into one flat tensor, and make them views of it.
-
-    One message carries all of it, and it can be cut anywhere. Returns values [N] and gradients
-    [N], zeros, to which backward adds: the parameters' ``grad`` are views. Reset them with
-    ``gradients.zero_()``: an optimizer's ``zero_grad`` would remove the views. ValueError for
-    tensors of several dtypes.
-    """
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"parameters and buffers of {', '.join(sorted(dtypes))} cannot lie end to end in one "
-            "tensor: give all of them one dtype, or use ddp, ring_all_reduce or sharded"
-        )
-    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    gradients = torch.zeros_like(values)
-    views = zip(tensors, views_of(values, tensors), views_of(gradients, tensors))
-    for tensor, value, gradient in views:
-        tensor.data = value
-        if tensor.requires_grad:
-            tensor.grad = gradient
-    return values, gradients

@@ -48,7 +48,8 @@ from labkit.collectives import (
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer, trained_parameters, views_of
+from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.on_shares import OnShares
 
 

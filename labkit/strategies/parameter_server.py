@@ -23,7 +23,8 @@ from labkit.collectives import broadcast
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, lay_end_to_end
+from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import State
 from labkit.strategies.traits import Parts

@@ -36,7 +36,8 @@ from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, views_of
+from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
 from labkit.strategies.traits import Parts, Traits
