@@ -183,9 +183,7 @@ class BucketedDDP(NaiveDDP):
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
-        sizes = [p.numel() * p.element_size() for p in self.trained]
-        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=[p.dtype for p in self.trained])
-        self.buckets = [Bucket(comm, [self.trained[i] for i in indices]) for indices in assigned]
+        self.buckets = make_buckets(comm, self.trained, bucket_mb)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Work] = []
 
@@ -276,6 +274,14 @@ class Bucket:
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
         parameter.grad = view
+
+
+def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -> list[Bucket]:
+    """The buckets of ``bucket_mb`` MiB, each of one dtype, in the order in which they are sent."""
+    sizes_bytes = [parameter.nbytes for parameter in parameters]
+    dtypes = [parameter.dtype for parameter in parameters]
+    assigned = assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes)
+    return [Bucket(comm, [parameters[i] for i in indices]) for indices in assigned]
 
 
 class LocalSGD(NaiveDDP):

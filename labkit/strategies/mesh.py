@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast_coalesced
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer
-from labkit.strategies.ddp import Bucket
+from labkit.strategies.ddp import make_buckets
 from labkit.strategies.model_parallel import Pipeline
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
@@ -151,10 +150,7 @@ class Mesh(Pipeline):
             self.counted_elsewhere = uncut.union(self.counted_elsewhere)
         self.buckets = []
         if self.dp > 1:
-            sizes = [p.numel() * p.element_size() for p in self.trained]
-            kinds = [p.dtype for p in self.trained]
-            for indices in assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds):
-                self.buckets.append(Bucket(self.data, [self.trained[i] for i in indices]))
+            self.buckets = make_buckets(self.data, self.trained, self.bucket_mb)
 
     def share(self) -> tuple[int, int]:
         return self.data.rank, self.dp
