@@ -106,7 +106,7 @@ class TopK:
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
         """Replace ``flat`` [N] by the sum of the elements that ranks send. Messages P - 1."""
-        wide = Reduction.of("sum", flat).wide
+        wide = Reduction.of("sum", flat).accumulate_dtype
         with comm.span("compress"):
             if self.residual is None:
                 self.residual = torch.zeros_like(flat, dtype=wide)
@@ -153,7 +153,7 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
             "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
         )
     coalesced = tensor.detach().coalesce()
-    wide = Reduction.of(op, coalesced.values()).wide
+    wide = Reduction.of(op, coalesced.values()).accumulate_dtype
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
         own_count = torch.tensor(coalesced._nnz(), device=comm.device)
         counts = [int(count) for count in all_gather(comm, own_count)]

@@ -61,7 +61,7 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     steps = _steps(comm.rank, comm.world_size)
     *partial_sums, last_sum = steps[: comm.world_size - 1]
     *gathers, last_gather = steps[comm.world_size - 1 :]
-    wide = reduction.wide
+    wide = reduction.accumulate_dtype
     first = steps[0]
     right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
     chunks = split_chunks(flat, comm.world_size)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
-from labkit.schedules.servers import StalenessTracker, check_bound
+from labkit.schedules.staleness import StalenessTracker, check_bound
 from labkit.strategies.base import Batch, MakeOptimizer
 from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
@@ -167,7 +167,9 @@ class AsyncParameterServer(OnShares):
         sums = self.values.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
-            worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
+            worker = self.tracker.next_worker()
+            if done == last:
+                worker = next(iter(self.tracker.waiting), None)
             with self.may_be_lost(done < last):
                 if worker is None:
                     self.tracker.push(self.recv_report())
@@ -192,7 +194,7 @@ class AsyncParameterServer(OnShares):
         """Wait until a worker begins a push, and receive the push's first message."""
         report = self.values.new_empty(2, dtype=torch.double)
         with self.comm.span("push"):
-            idle = self.tracker.pulled.keys() - self.tracker.held
+            idle = self.tracker.pulled.keys() - self.tracker.waiting
             worker = self.comm.recv_any(report, idle)
         self.reports[worker] = report
         return worker

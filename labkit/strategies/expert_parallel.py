@@ -34,7 +34,7 @@ from labkit.engine.comm.comm import Comm
 from labkit.strategies.flat_tensors import FlatGradients
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import Conjugate, Cut, TensorGroup, gather_shards
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.experts import Experts, Routing
 from labkit.workload.losses import Loss
 
@@ -106,7 +106,7 @@ class ExpertParallel(OnCuts):
     """
 
     capacity: float | None = None
-    traits = Traits(predicts_together=True, balances_experts=True, optimizes=Parts.ROWS)
+    traits = Traits(predicts_together=True, balances_experts=True, division=Division.ROWS)
     # A rank without samples computes those of the others.
     runs_empty = True
 

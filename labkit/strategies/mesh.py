@@ -33,7 +33,7 @@ from labkit.strategies.model_parallel import Pipeline
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.workload.losses import Loss
 
 
@@ -112,12 +112,12 @@ class Mesh(Pipeline):
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"
             )
-        optimizes = Parts.ALL
+        division = Division.NONE
         if self.tp > 1:
-            optimizes |= Parts.ROWS
+            division |= Division.ROWS
         if self.pp > 1:
-            optimizes |= Parts.LAYERS
-        self.traits = replace(self.traits, optimizes=optimizes)
+            division |= Division.LAYERS
+        self.traits = replace(self.traits, division=division)
 
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)

@@ -40,7 +40,7 @@ from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
 from labkit.workload.losses import Loss
@@ -302,7 +302,7 @@ class Sharded(OnShares):
     stage: int = 3
     sync_batch_norm: bool = False
     saved_state_class = ShardedState
-    traits = Traits(predicts_together=True, optimizes=Parts.ELEMENTS)
+    traits = Traits(predicts_together=True, division=Division.ELEMENTS)
     runs_empty = True
 
     def __post_init__(self) -> None:

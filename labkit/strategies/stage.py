@@ -27,7 +27,7 @@ from labkit.strategies.hops import Hops
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.strategies.recompute import ForwardState
 from labkit.strategies.saved_state import State
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -201,7 +201,7 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
-    traits = Traits(takes_whole_batch=True, optimizes=Parts.LAYERS)
+    traits = Traits(takes_whole_batch=True, division=Division.LAYERS)
     stages_per_rank = 1
     cuts_backward = False
     hops_beside = False

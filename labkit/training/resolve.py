@@ -26,7 +26,7 @@ from labkit.engine.devices import check_named, plan, print_once
 from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.training.config import (
     OPTIONS,
     RunConfig,
@@ -179,9 +179,9 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             "single without accumulate"
         )
     if own_parts.optimizer is not None:
-        optimizes = strategy.traits.optimizes
-        if config.world_size == 1 and optimizes != Parts.ELEMENTS:
-            optimizes = Parts.ALL
+        division = strategy.traits.division
+        if config.world_size == 1 and division != Division.ELEMENTS:
+            division = Division.NONE
         keeps_sparse = config.strategy == "single" or (
             config.builtin and config.strategy in ("ddp", "data_parallel")
         )
@@ -190,7 +190,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             own_parts.optimizer,
             model,
             technique,
-            optimizes,
+            division,
             config.seed,
             keeps_sparse=keeps_sparse,
             is_saved=config.checkpoint_dir is not None,
