@@ -41,6 +41,7 @@ class TorchSharded(TorchDDP):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("stage", self.stage, least=1, most=3)
         if self.stage == 1:
             self.traits = replace(self.traits, division=Division.LAYERS)

@@ -3,7 +3,7 @@
 Rank 0 holds the parameters, the other ranks compute gradients for them. 1. A worker computes the
 gradient of its share of a batch. 2. It **pushes** the gradient to the server, which applies it at
 once. 3. It **pulls** the current parameters, and continues with its share of the next batch. Its
-gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
+gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch, so that W
 pushes together move the parameters about as far as one synchronous step. (If a loss has another
@@ -33,7 +33,7 @@ from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.precision import LossScaler
 from labkit.strategies.traits import Traits
-from labkit.workload.losses import CountedLoss
+from labkit.workload.losses import CountedLoss, Weighing
 
 # Seconds since the start, and the mean loss of the epoch's samples.
 EpochEnd = tuple[float, Tensor]
@@ -142,9 +142,9 @@ class AsyncParameterServer(OnShares):
         The batch's weight per sample is taken to be the share's, since nobody waits for others.
         """
         weight = torch.tensor(samples, dtype=torch.float64)
-        if self.weighing == "sum":
+        if self.weighing is Weighing.NOTHING:
             self.gradient *= batch_size
-        elif self.weighing == "data" and isinstance(self.loss, CountedLoss):
+        elif self.weighing is Weighing.DATA and isinstance(self.loss, CountedLoss):
             weight = torch.as_tensor(self.loss.take_step(), dtype=torch.float64)
             self.gradient *= torch.where(weight > 0, samples / weight, 0).to(self.gradient)
         return weight

@@ -364,6 +364,7 @@ class DDP(OnShares):
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.outer_step: OuterStep | None = None
         if (self.outer_lr, self.outer_momentum) != (1.0, 0.0):
             self.outer_step = OuterStep(self.outer_lr, self.outer_momentum)

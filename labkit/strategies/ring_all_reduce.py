@@ -56,6 +56,7 @@ class RingAllReduce(OnShares):
     saved_state_class = ResidualState
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.compress == "topk" and self.amp == "fp16":
             raise ValueError(
                 "topk keeps the values that it does not send for the next update, which fp16 may "

@@ -306,6 +306,7 @@ class Sharded(OnShares):
     runs_empty = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("stage", self.stage, least=1, most=3)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:

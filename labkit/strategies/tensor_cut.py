@@ -41,7 +41,7 @@ from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.strategies.flat_tensors import FlatGradients
 from labkit.strategies.saved_state import State
-from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
+from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss, Weighing
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
 Operation = Callable[[Tensor], Tensor]
@@ -352,11 +352,11 @@ class CutLoss(CountedLoss):
     def as_share(self, total: Tensor, targets: Tensor) -> Tensor:
         """Count the weight of the targets, whose losses add up to ``total``; returns the sum."""
         weight = len(targets)
-        if self.loss.weighing == "data":
+        if self.loss.weighing is Weighing.DATA:
             weight = self.options.weights(targets).sum()
         if self.comm.rank == 0:
             self.count_weight(weight)
-        if self.loss.weighing == "samples":
+        if self.loss.weighing is Weighing.SAMPLES:
             # A sample's loss is the mean over its positions.
             return total * (len(targets) / targets.numel())
         return total
