@@ -15,7 +15,7 @@ from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.mesh import check_sides, describe_groups
 from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import Cut
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.losses import Loss
 from labkit.workload.transformer import Block
 
@@ -35,7 +35,7 @@ class TorchMesh(TorchTensorParallel):
         takes_whole_batch=True,
         through_comm=False,
         predicts_together=True,
-        optimizes=Parts.ROWS,
+        division=Division.ROWS,
         no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
     )
     runs_empty = True

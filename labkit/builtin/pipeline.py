@@ -36,6 +36,7 @@ class TorchPipeline(StagedModel):
     traits = replace(StagedModel.traits, through_comm=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choice("schedule of PyTorch's stages", self.schedule, _SCHEDULES)
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:

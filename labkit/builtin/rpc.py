@@ -72,8 +72,8 @@ class ByRpc(Strategy):
     """The base of both techniques: it starts and ends RPC."""
 
     def __post_init__(self) -> None:
-        check_available()
         super().__post_init__()
+        check_available()
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)

@@ -17,7 +17,7 @@ from labkit.builtin.ddp import TorchDDP
 from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.saved_state import State
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss
@@ -36,14 +36,15 @@ class TorchSharded(TorchDDP):
     stage: int = 3
     traits = Traits(
         predicts_together=True,
-        optimizes=Parts.ROWS,
+        division=Division.ROWS,
         no_checkpoint="PyTorch has divided the parameters in its own way (or leave builtin out)",
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("stage", self.stage, least=1, most=3)
         if self.stage == 1:
-            self.traits = replace(self.traits, optimizes=Parts.LAYERS)
+            self.traits = replace(self.traits, division=Division.LAYERS)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         layers_of(model)

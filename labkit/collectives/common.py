@@ -38,13 +38,13 @@ class Reduction:
     Attributes:
         op: "sum", "mean", "max", "min", "product", or bitwise "band" (and), "bor" (or), "bxor".
             "mean" is for floating-point and complex numbers; "integer_mean" rounds towards 0.
-        wide: the dtype in which partial results travel and accumulate: for sum, mean and product
+        accumulate_dtype: in which partial results travel and accumulate: for sum, mean and product
             of float16 and bfloat16 it is float32, as P - 1 roundings to 16 bits would add up;
             otherwise the tensor's dtype.
     """
 
     op: str
-    wide: torch.dtype
+    accumulate_dtype: torch.dtype
 
     @classmethod
     def of(cls, op: str, tensor: Tensor) -> "Reduction":
@@ -79,7 +79,7 @@ def _reduction(op: str, dtype: torch.dtype) -> Reduction:
     rounds = dtype in (torch.float16, torch.bfloat16) and op in ("sum", "mean", "product")
     reduction = Reduction(op, torch.float32 if rounds else dtype)
     try:
-        trial = torch.zeros(1, dtype=reduction.wide)
+        trial = torch.zeros(1, dtype=reduction.accumulate_dtype)
         reduction.finish(reduction.combine(trial, trial, out=trial), 1)
     except (RuntimeError, TypeError) as error:
         raise ValueError(

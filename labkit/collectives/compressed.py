@@ -88,6 +88,7 @@ class TopK:
     What a rank does not send stays in its ``residual`` and is added to its next gradient (error
     feedback), so every element is sent sooner or later: without it, small gradients would never
     count. Ranks gather all values and indices, P k of each, and add them in the order of ranks.
+    k is a ``fraction`` of N, rounded down, and at least 1.
 
     The residual is a sum of past gradients of this rank: gradients must not be rescaled between
     updates, and a NaN never leaves it. 16-bit floats are kept, sent and added up as float32.
@@ -98,19 +99,20 @@ class TopK:
         residual: [N], the values not sent yet; None before the first call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fraction: float = 0.01) -> None:
+        self.fraction = fraction
         self.residual: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, comm: Comm, flat: Tensor) -> Tensor:
         """Replace ``flat`` [N] by the sum of the elements that ranks send. Messages P - 1."""
-        wide = Reduction.of("sum", flat).wide
+        wide = Reduction.of("sum", flat).accumulate_dtype
         with comm.span("compress"):
             if self.residual is None:
                 self.residual = torch.zeros_like(flat, dtype=wide)
             self.residual += flat
-            # 1 % of the elements, rounded down, at least 1 (0 of an empty gradient).
-            kept = min(flat.numel(), max(1, flat.numel() // 100))
+            # Of an empty gradient there is none.
+            kept = min(flat.numel(), max(1, int(self.fraction * flat.numel())))
             indices = self.residual.abs().topk(kept).indices
             values = self.residual[indices]
             self.residual[indices] = 0
@@ -151,7 +153,7 @@ def sparse_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
             "the sum of sparse_coo is supported; use .to_sparse_coo(), or .to_dense()"
         )
     coalesced = tensor.detach().coalesce()
-    wide = Reduction.of(op, coalesced.values()).wide
+    wide = Reduction.of(op, coalesced.values()).accumulate_dtype
     with torch.no_grad(), comm.collective("sparse_all_reduce", None, f"{list(tensor.shape)}"):
         own_count = torch.tensor(coalesced._nnz(), device=comm.device)
         counts = [int(count) for count in all_gather(comm, own_count)]

@@ -70,11 +70,11 @@ def direct_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 def _reduce(reduction: Reduction, tensors: Iterable[Tensor], out: Tensor) -> None:
     """Reduce the tensors of all ranks [n], in the order of the ranks, into ``out``."""
     total = out
-    if out.dtype != reduction.wide:
-        total = torch.empty_like(out, dtype=reduction.wide)
+    if out.dtype != reduction.accumulate_dtype:
+        total = torch.empty_like(out, dtype=reduction.accumulate_dtype)
     tensors = iter(tensors)
     # (The sum of two 16-bit tensors would be rounded to 16 bits, whatever holds it.)
-    partial = next(tensors).to(reduction.wide)
+    partial = next(tensors).to(reduction.accumulate_dtype)
     world_size = 1
     for tensor in tensors:
         partial = reduction.combine(partial, tensor, total)

@@ -21,6 +21,7 @@ from torch import Tensor
 from labkit.collectives.common import Reduction, in_place
 from labkit.collectives.ring import ring_all_reduce, split_chunks
 from labkit.engine.comm.comm import Comm, SubComm
+from labkit.engine.comm.shared_transport import Channel
 from labkit.schedules.ring import RingStep, ring_all_reduce as ring_steps
 
 
@@ -47,10 +48,8 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
 
 # In a small all-reduce the bookkeeping takes most of the time: the timetable is made only once.
 @cache
-def _steps(rank: int, world_size: int) -> list[tuple[RingStep, RingStep | None]]:
-    """Pair each step of the timetable with the one that follows it."""
-    steps = list(ring_steps(rank, world_size))
-    return list(zip_longest(steps, steps[1:]))
+def _steps(rank: int, world_size: int) -> list[RingStep]:
+    return list(ring_steps(rank, world_size))
 
 
 def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
@@ -60,43 +59,47 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     there the following column begins, so that no rank waits.
     """
     steps = _steps(comm.rank, comm.world_size)
-    wide = reduction.wide
-    first, _ = steps[0]
+    *partial_sums, last_sum = steps[: comm.world_size - 1]
+    *gathers, last_gather = steps[comm.world_size - 1 :]
+    wide = reduction.accumulate_dtype
+    first = steps[0]
     right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
     chunks = split_chunks(flat, comm.world_size)
     segments = [chunk.split(right.segment_bytes // wide.itemsize) for chunk in chunks]
     columns = list(zip_longest(*segments, fillvalue=flat[:0]))
-    # A message is a chunk, so it begins with the chunk's segment in the first column.
-    begins_message = True
-
-    def put(segment: Tensor, dtype: torch.dtype) -> None:
-        right.reserve(segment.numel(), dtype).copy_(segment)
-        right.commit(begins_message)
-
-    put(columns[0][first.send_chunk], wide)
-    for column, following_column in zip_longest(columns, columns[1:]):
-        for step, following in steps:
+    _send(right, columns[0][first.send_chunk], wide, begins_message=True)
+    for number, column in enumerate(columns):
+        # A message is a chunk, so it begins with the chunk's segment in the first column.
+        begins_message = number == 0
+        for step in partial_sums:
+            # Only the next rank needs this partial sum: write it into the outgoing slot.
             segment = column[step.recv_chunk]
-            if following is None:
-                begins_message = False
-                if following_column is not None:
-                    put(following_column[first.send_chunk], wide)
-            if step.phase == "share_only":
-                segment.copy_(left.arrive(segment.numel(), segment.dtype))
-            else:
-                incoming = left.arrive(segment.numel(), wide)
-                if following and following.phase == "share_reduce":
-                    # Only the next rank needs this partial sum: write it into the outgoing slot.
-                    outgoing = right.reserve(segment.numel(), wide)
-                    reduction.combine(segment, incoming, outgoing)
-                    right.commit(begins_message)
-                    left.release()
-                    continue
-                # The last partial sum: the segment is now complete on this rank, its owner.
-                total = segment if segment.dtype == wide else torch.empty_like(incoming)
-                reduction.finish(reduction.combine(segment, incoming, total), comm.world_size)
-                if total is not segment:
-                    segment.copy_(total)
+            incoming = left.arrive(segment.numel(), wide)
+            reduction.combine(segment, incoming, right.reserve(segment.numel(), wide))
+            right.commit(begins_message)
             left.release()
-            if following:
-                put(segment, segment.dtype)
+        # With the last addition the segment is complete on this rank, its owner.
+        segment = column[last_sum.recv_chunk]
+        incoming = left.arrive(segment.numel(), wide)
+        total = segment if segment.dtype == wide else torch.empty_like(incoming)
+        reduction.finish(reduction.combine(segment, incoming, total), comm.world_size)
+        if total is not segment:
+            segment.copy_(total)
+        left.release()
+        _send(right, segment, segment.dtype, begins_message)
+        for step in gathers:
+            segment = column[step.recv_chunk]
+            segment.copy_(left.arrive(segment.numel(), segment.dtype))
+            left.release()
+            _send(right, segment, segment.dtype, begins_message)
+        if number + 1 < len(columns):
+            _send(right, columns[number + 1][first.send_chunk], wide, begins_message=False)
+        segment = column[last_gather.recv_chunk]
+        segment.copy_(left.arrive(segment.numel(), segment.dtype))
+        left.release()
+
+
+def _send(channel: Channel, segment: Tensor, dtype: torch.dtype, begins_message: bool) -> None:
+    """Write a segment into the channel's next slot, in ``dtype``."""
+    channel.reserve(segment.numel(), dtype).copy_(segment)
+    channel.commit(begins_message)

@@ -29,7 +29,7 @@ def halving_doubling_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum
         return slice(bounds[first][0], bounds[end - 1][1])
 
     with collective_in_place(comm, "halving_doubling_all_reduce", tensor, op) as flat:
-        partial = flat.to(reduction.wide)
+        partial = flat.to(reduction.accumulate_dtype)
         for step in fold(comm.rank, comm.world_size):
             incoming = torch.empty_like(partial)
             transfer(comm, step, partial, incoming)

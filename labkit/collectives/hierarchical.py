@@ -60,7 +60,7 @@ def hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tens
     """
     reduction = Reduction.of(op, tensor)
     with in_place(tensor) as flat, comm.collective("hierarchical_all_reduce", tensor, op):
-        partial = flat.to(reduction.wide)
+        partial = flat.to(reduction.accumulate_dtype)
         inside = SubComm(comm, comm.hosts[comm.host])
         share_reduce(inside, parts_of(comm, partial), reduction.partial)
         for ring, blocks in rings_of(comm):
@@ -87,7 +87,7 @@ def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") ->
         return hierarchical_all_reduce(comm, tensor, op)
     reduction = Reduction.of(op, tensor)
     with in_place(tensor) as flat, comm.collective("fast_hierarchical_all_reduce", tensor, op):
-        most = max(1, BLOCK_BYTES // reduction.wide.itemsize) * num_blocks(comm.hosts)
+        most = max(1, BLOCK_BYTES // reduction.accumulate_dtype.itemsize) * num_blocks(comm.hosts)
         _reduce_slices(comm, reduction, flat.split(most))
     return tensor
 
@@ -95,7 +95,7 @@ def fast_hierarchical_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") ->
 def _reduce_slices(comm: Comm, reduction: Reduction, slices: tuple[Tensor, ...]) -> None:
     """Reduce the slices [n] over all ranks, overlapped as in the module's drawing."""
     inside = SubComm(comm, comm.hosts[comm.host])
-    partials = [piece.to(reduction.wide) for piece in slices]
+    partials = [piece.to(reduction.accumulate_dtype) for piece in slices]
     ((members, blocks),) = rings_between(comm.rank, comm.hosts)
     steps = list(ring_all_reduce(members.index(comm.rank), len(members)))
     share_reduce(inside, parts_of(comm, partials[0]), reduction.partial)

@@ -34,7 +34,7 @@ def naive_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch
     reduction = Reduction.of(op, tensor)
     with collective_in_place(comm, "naive_all_reduce", tensor, op) as flat:
         if comm.rank == 0:
-            total = flat.to(reduction.wide)
+            total = flat.to(reduction.accumulate_dtype)
             incoming = torch.empty_like(flat)
             for src in range(1, comm.world_size):
                 comm.recv(incoming, src)

@@ -61,7 +61,7 @@ def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> Non
     """
     with phase(comm, "share_reduce", chunks, op):
         reduction = Reduction.of(op, chunks[0])
-        partial = [chunk.to(reduction.wide) for chunk in chunks]
+        partial = [chunk.to(reduction.accumulate_dtype) for chunk in chunks]
         for step in ring_share_reduce(comm.rank, comm.world_size):
             chunk = partial[step.recv_chunk]
             incoming = torch.empty_like(chunk)

@@ -41,7 +41,7 @@ class SharedBucket:
         self._slice_bytes = self._slice_size * dtype.itemsize
         self._tensors: list[Tensor] = []
         is_reachable = comm.transport.shares_memory and not isinstance(comm, SubComm)
-        adds_in_place = Reduction.of("sum", torch.empty(0, dtype=dtype)).wide == dtype
+        adds_in_place = Reduction.of("sum", torch.empty(0, dtype=dtype)).accumulate_dtype == dtype
         if is_reachable and adds_in_place and comm.world_size > 1 and device.type == "cpu":
             size = f"{str(dtype).removeprefix('torch.')} [{num_elements}]"
             with (

@@ -43,7 +43,7 @@ def tree_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
     """
     reduction = Reduction.of(op, tensor)
     with collective_in_place(comm, "tree_all_reduce", tensor, op) as flat:
-        partial = flat.to(reduction.wide)
+        partial = flat.to(reduction.accumulate_dtype)
         incoming = torch.empty_like(partial)
         for step in recursive_doubling(comm.rank, comm.world_size):
             transfer(comm, step, partial, incoming)
@@ -105,7 +105,7 @@ def reduce(comm: Comm, tensor: torch.Tensor, root: int = 0, op: str = "sum") -> 
     reduction = Reduction.of(op, tensor)
     option = f"{op} to rank {root}"
     with collective_in_place(comm, "reduce", tensor, option, kind="reduce") as flat:
-        partial = flat.to(reduction.wide, copy=True)
+        partial = flat.to(reduction.accumulate_dtype, copy=True)
         incoming = torch.empty_like(partial)
         for step in binomial_reduce(comm.rank, comm.world_size, root):
             transfer(comm, step, partial, incoming)

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from labkit.engine.tracing import Span, Trace
-from labkit.schedules.servers import StalenessTracker, Update
+from labkit.schedules.staleness import StalenessTracker, Update
 
 _SERVER_S = 0.1
 
@@ -69,7 +69,7 @@ def simulate(
         arrived_s[sender] = arrival_s
         now_s = max(now_s, arrival_s)
         tracker.push(sender)
-        while (chosen := tracker.next()) is not None:
+        while (chosen := tracker.next_worker()) is not None:
             tracker.apply(chosen)
             spans.append(Span(0, "update", now_s, now_s + _SERVER_S))
             now_s += _SERVER_S

@@ -59,7 +59,10 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
         if technique == "sharded":
             # Each rank updates its part of the parameters.
             ratios["update"] = old_ranks / num_ranks
-        for lane, steps in _lanes_of_rank(rank, recorded, (old_ranks, num_ranks), ratios).items():
+        lanes_of_rank = _lanes_of_rank(
+            rank, recorded, ratios, old_ranks=old_ranks, num_ranks=num_ranks
+        )
+        for lane, steps in lanes_of_rank.items():
             new_lanes[rank, lane] = steps
     match(new_lanes)
     return new_lanes
@@ -78,38 +81,44 @@ def _check_kinds(lanes: Lanes, num_ranks: int) -> None:
 
 
 def _lanes_of_rank(
-    rank: int, recorded: dict[int, list[Step]], sizes: tuple[int, int], ratios: dict[str, float]
+    rank: int,
+    recorded: dict[int, list[Step]],
+    ratios: dict[str, float],
+    *,
+    old_ranks: int,
+    num_ranks: int,
 ) -> dict[int, list[Step]]:
-    """The steps by lane of ``rank``, with the work of ``recorded`` ones; ``sizes`` are P and N."""
-    parts = []
+    """The steps by lane of ``rank``, with the work of ``recorded`` ones."""
+    operations = []
     for lane, steps in recorded.items():
-        parts += [(lane, part) for part in _collectives(steps, sizes[0])]
+        operations += [(lane, operation) for operation in _operations(steps, old_ranks)]
     # Collectives have one order on all ranks, whichever thread carries them out.
-    parts.sort(key=lambda lane_and_part: lane_and_part[1][0].came_s)
+    operations.sort(key=lambda lane_and_steps: lane_and_steps[1][0].arrival_s)
     number = 0
-    copy_of: dict[int, Step] = {}
+    copy_of: dict[Step, Step] = {}
     new_lanes: dict[int, list[Step]] = {lane: [] for lane in recorded}
-    for lane, part in parts:
-        first = part[0]
+    for lane, operation in operations:
+        first = operation[0]
         span = replace(first.span, rank=rank)
         own_s = first.own_s
         if first.is_message:
             number += 1
-            span, own_s = _joint(span, number, part, sizes)
+            span, own_s = _joint(span, number, operation, old_ranks=old_ranks, num_ranks=num_ranks)
         else:
             own_s *= ratios.get(span.kind, 1.0)
-        fields = {"awaited": set(first.awaited), "is_called": first.is_called}
-        copy_of[id(first)] = Step(span, first.came_s, first.gap_s, own_s, **fields)
-        new_lanes[lane].append(copy_of[id(first)])
-    for _, part in parts:
-        for step in part:
+        copy_of[first] = replace(
+            first, span=span, own_s=own_s, partners=[], awaited=set(first.awaited), calls=[]
+        )
+        new_lanes[lane].append(copy_of[first])
+    for _, operation in operations:
+        for step in operation:
             for called_s, called in step.calls:
-                copy_of[id(part[0])].calls.append((called_s, copy_of[id(called)]))
+                copy_of[operation[0]].calls.append((called_s, copy_of[called]))
     return new_lanes
 
 
-def _collectives(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Step]]:
-    """Cut a lane into parts: P - 1 messages that are half of a ring, or any other single step."""
+def _operations(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Step]]:
+    """Cut a lane into the P - 1 messages of each half of a ring, and any other single steps."""
     index = 0
     while index < len(steps):
         first = index
@@ -132,15 +141,14 @@ def _is_addition(step: Step, message: Step) -> bool:
 
 
 def _joint(
-    span: Span, number: int, part: Sequence[Step], sizes: tuple[int, int]
+    span: Span, number: int, steps: Sequence[Step], *, old_ranks: int, num_ranks: int
 ) -> tuple[Span, float]:
     """One span that stands for a collective of N ranks, and its seconds beyond the link."""
-    old_ranks, num_ranks = sizes
-    own_s = sum(step.own_s for step in part)
-    num_bytes = sum(step.span.num_bytes for step in part)
+    own_s = sum(step.own_s for step in steps)
+    num_bytes = sum(step.span.num_bytes for step in steps)
     if not num_bytes:
         return replace(span, messages=((-1, -1, number),)), own_s
-    count = sum(len(step.span.messages) for step in part if step.is_joint)
+    count = sum(len(step.span.messages) for step in steps if step.is_joint)
     # In one hop a rank sends S to each other one; else each message is a chunk of S / P.
     scale = (num_ranks - 1) / (old_ranks - 1)
     new_count = num_ranks - 1

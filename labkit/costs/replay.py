@@ -37,10 +37,10 @@ RING_KINDS = {"share_reduce", "share_only"}
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """One span of a lane in a replay; the waiting before a message is a part of its step.
+    """One recorded span of a lane; the waiting before a message is a part of its step.
 
     Attributes:
-        came_s: when the rank came to it, recorded.
+        arrival_s: when the rank came to it.
         gap_s: seconds of code before it that no span covers.
         own_s: what it took, without waiting and without the recorded link.
         partners: the steps of all ranks that take part in its messages, this one among them.
@@ -50,22 +50,13 @@ class Step:
     """
 
     span: Span
-    came_s: float
+    arrival_s: float
     gap_s: float = 0.0
     own_s: float = 0.0
     partners: list["Step"] = field(default_factory=list)
     awaited: set[int] = field(default_factory=set)
     calls: list[tuple[float, "Step"]] = field(default_factory=list)
     is_called: bool = False
-    # In the replay: when it was called, when its lane and it began, when its rank had come to its
-    # messages, when all others had, and its end; how many of its partners have not come yet.
-    called_s: float | None = None
-    free_s: float | None = None
-    began_s: float = 0.0
-    ready_s: float | None = None
-    moved_s: float = 0.0
-    end_s: float = 0.0
-    num_late: int = 0
 
     @property
     def is_message(self) -> bool:
@@ -78,6 +69,19 @@ class Step:
 
 
 Lanes = dict[tuple[int, int], list[Step]]
+
+
+@dataclass(slots=True)
+class _Played:
+    """A step in a replay, so far; ``num_late`` of its partners have not come yet."""
+
+    num_late: int
+    called_s: float | None = None
+    free_s: float | None = None  # when its lane had come to it
+    began_s: float = 0.0
+    ready_s: float = 0.0  # when its rank had come to its messages
+    moved_s: float = 0.0  # when all of their ranks had
+    end_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,14 +148,14 @@ def _steps_of(spans: Sequence[Span]) -> list[Step]:
     """Join each message with the waiting before it."""
     steps: list[Step] = []
     for span in spans:
-        came_s = span.start_s
+        arrival_s = span.start_s
         if span.messages and steps:
             before = steps[-1].span
-            touches = abs(before.end_s - came_s) < _TOUCH_S
+            touches = abs(before.end_s - arrival_s) < _TOUCH_S
             if before.kind == "wait" and not before.messages and touches:
-                came_s = steps.pop().came_s
+                arrival_s = steps.pop().arrival_s
         awaited = {number for src, dst, number in span.messages if 0 <= src == dst}
-        steps.append(Step(span, came_s, awaited=awaited))
+        steps.append(Step(span, arrival_s, awaited=awaited))
     return steps
 
 
@@ -204,10 +208,10 @@ def _time(steps: Sequence[Step], start_s: float, network: Network | None) -> Non
         free_s = before_s
         if step.is_called and span.call:
             free_s = max(free_s, span.call[1])
-        step.gap_s = max(0.0, step.came_s - free_s)
+        step.gap_s = max(0.0, step.arrival_s - free_s)
         before_s = span.end_s
         if step.is_message:
-            moved_s = max(partner.came_s for partner in step.partners)
+            moved_s = max(partner.arrival_s for partner in step.partners)
             step.own_s = max(0.0, span.end_s - moved_s)
             if network is not None and not step.is_joint:
                 cost_s = _Card(network).book(0.0, _sizes(step, network))
@@ -245,15 +249,17 @@ class Replay:
         self.factors = factors
         self.num_ranks = len({rank for rank, _ in lanes})
         self.cards: dict[int, _Card] = {}
-        self.next = dict.fromkeys(lanes, 0)
+        self.next_index = dict.fromkeys(lanes, 0)
+        self.played: dict[Step, _Played] = {}
         # By rank and number, the steps of a call that have not ended, and who waits for that.
         self.missing: dict[tuple[int, int], int] = defaultdict(int)
         self.waiting: dict[tuple[int, int], list[Step]] = defaultdict(list)
-        self.events: list[tuple[float, int, Callable[..., None], Any]] = []
+        # (time, tie-breaker, what happens then, to which step)
+        self.events: list[tuple[float, int, Callable[[float, Step], None], Step]] = []
         self.counter = itertools.count()
         for (rank, _), steps in lanes.items():
             for step in steps:
-                step.num_late = len(step.partners)
+                self.played[step] = _Played(num_late=len(step.partners))
                 if step.span.call:
                     self.missing[rank, step.span.call[0]] += 1
 
@@ -262,13 +268,13 @@ class Replay:
 
         ValueError if ranks would wait for ever.
         """
-        starts_s = [steps[0].came_s - steps[0].gap_s for steps in self.lanes.values()]
+        starts_s = [steps[0].arrival_s - steps[0].gap_s for steps in self.lanes.values()]
         for lane in self.lanes:
             self._free(min(starts_s), lane)
         while self.events:
-            now_s, _, happen, subject = heapq.heappop(self.events)
-            happen(now_s, subject)
-        stuck = {lane: index for lane, index in self.next.items() if index < len(self.lanes[lane])}
+            now_s, _, action, step = heapq.heappop(self.events)
+            action(now_s, step)
+        stuck = {lane: i for lane, i in self.next_index.items() if i < len(self.lanes[lane])}
         if stuck:
             rank, lane = min(stuck)
             span = self.lanes[rank, lane][stuck[rank, lane]].span
@@ -282,36 +288,40 @@ class Replay:
                 spans += self._spans_of(step)
         return spans
 
-    def _at(self, time_s: float, happen: Callable[..., None], subject: Any) -> None:
-        heapq.heappush(self.events, (time_s, next(self.counter), happen, subject))
+    def _schedule(self, time_s: float, action: Callable[[float, Step], None], step: Step) -> None:
+        heapq.heappush(self.events, (time_s, next(self.counter), action, step))
 
     def _free(self, now_s: float, lane: tuple[int, int]) -> None:
         """End a lane's step: it comes to the next one, unless that has not been called yet."""
-        if self.next[lane] == len(self.lanes[lane]):
+        index = self.next_index[lane]
+        if index == len(self.lanes[lane]):
             return
-        step = self.lanes[lane][self.next[lane]]
-        step.free_s = now_s
-        if step.is_called and step.called_s is None:
+        step = self.lanes[lane][index]
+        played = self.played[step]
+        played.free_s = now_s
+        if step.is_called and played.called_s is None:
             return
-        start_s = max(now_s, step.called_s or 0.0) + step.gap_s
+        start_s = max(now_s, played.called_s or 0.0) + step.gap_s
         for called_s, called in step.calls:
-            if called_s < step.came_s:
-                self._at(max(now_s, start_s - (step.came_s - called_s)), self._call, called)
-        self._at(start_s, self._begin, step)
+            if called_s < step.arrival_s:
+                self._schedule(
+                    max(now_s, start_s - (step.arrival_s - called_s)), self._call, called
+                )
+        self._schedule(start_s, self._begin, step)
 
     def _call(self, now_s: float, step: Step) -> None:
-        step.called_s = now_s
-        if step.free_s is not None:
-            self._at(now_s + step.gap_s, self._begin, step)
+        self.played[step].called_s = now_s
+        if self.played[step].free_s is not None:
+            self._schedule(now_s + step.gap_s, self._begin, step)
 
     def _begin(self, now_s: float, step: Step) -> None:
-        step.began_s = now_s
+        self.played[step].began_s = now_s
         for called_s, called in step.calls:
-            if called_s >= step.came_s:
+            if called_s >= step.arrival_s:
                 part = 0.0
                 if not step.is_message and step.span.duration_s:
-                    part = min(1.0, (called_s - step.came_s) / step.span.duration_s)
-                self._at(now_s + part * self._work_seconds(step), self._call, called)
+                    part = min(1.0, (called_s - step.arrival_s) / step.span.duration_s)
+                self._schedule(now_s + part * self._work_seconds(step), self._call, called)
         self._go_on(now_s, step)
 
     def _go_on(self, now_s: float, step: Step) -> None:
@@ -320,15 +330,16 @@ class Replay:
         if missing:
             self.waiting[step.span.rank, missing[0]].append(step)
             return
-        step.ready_s = now_s
+        self.played[step].ready_s = now_s
         if not step.is_message:
-            step.moved_s = now_s
-            self._at(now_s + self._work_seconds(step), self._end, step)
+            self.played[step].moved_s = now_s
+            self._schedule(now_s + self._work_seconds(step), self._end, step)
         for partner in step.partners:
-            partner.num_late -= 1
-            if not partner.num_late:
-                partner.moved_s = now_s
-                self._at(now_s + partner.own_s, self._move, partner)
+            played = self.played[partner]
+            played.num_late -= 1
+            if not played.num_late:
+                played.moved_s = now_s
+                self._schedule(now_s + partner.own_s, self._move, partner)
 
     def _work_seconds(self, step: Step) -> float:
         if step.span.kind in STEP_KINDS:
@@ -343,7 +354,7 @@ class Replay:
         elif self.network is not None:
             card = self.cards.setdefault(self.network.card_of(rank), _Card(self.network))
             end_s = card.book(now_s, _sizes(step, self.network))
-        self._at(end_s, self._end, step)
+        self._schedule(end_s, self._end, step)
 
     def _joint_seconds(self, span: Span, network: Network) -> float:
         """Seconds over the link of a collective of all ranks, as a ring.
@@ -361,7 +372,7 @@ class Replay:
         return num_messages * network.link.message_seconds(message_bytes)
 
     def _end(self, now_s: float, step: Step) -> None:
-        step.end_s = now_s
+        self.played[step].end_s = now_s
         span = step.span
         if span.call:
             call = span.rank, span.call[0]
@@ -370,17 +381,19 @@ class Replay:
                 for waiting in self.waiting.pop(call, []):
                     self._go_on(now_s, waiting)
         lane = span.rank, span.lane
-        self.next[lane] += 1
+        self.next_index[lane] += 1
         self._free(now_s, lane)
 
     def _spans_of(self, step: Step) -> Iterator[Span]:
         span = step.span
-        moved_s = step.end_s if span.kind == "wait" else step.moved_s
-        if moved_s > step.began_s:
+        played = self.played[step]
+        moved_s = played.end_s if span.kind == "wait" else played.moved_s
+        if moved_s > played.began_s:
             late = None
             if step.is_message and not step.awaited:
-                late = max(step.partners, key=lambda partner: partner.ready_s or 0.0).span.rank
-            yield Span(span.rank, "wait", step.began_s, moved_s, 0, late, span.lane)
+                late = max(step.partners, key=lambda p: self.played[p].ready_s).span.rank
+            yield Span(span.rank, "wait", played.began_s, moved_s, 0, late, span.lane)
         if span.kind != "wait":
-            fields = {"num_bytes": span.num_bytes, "peer": span.peer, "lane": span.lane}
-            yield Span(span.rank, span.kind, moved_s, step.end_s, **fields)
+            yield Span(
+                span.rank, span.kind, moved_s, played.end_s, span.num_bytes, span.peer, span.lane
+            )

@@ -2,7 +2,7 @@
 
 The counts are exact: tests compare them with real runs, byte for byte. ``rank`` is the rank that
 the cost is for, ``element_bytes`` the size of an element. (Partial sums of float16 and bfloat16
-travel as float32: ``Reduction.wide``.)
+travel as float32: ``Reduction.accumulate_dtype``.)
 
 Symbols: P ranks, N elements of one rank's tensor, S its bytes; H hosts of m ranks.
 """

@@ -3,7 +3,8 @@
     ring               ring all-reduce and its halves, on one host and over several
     tree               binomial trees, recursive doubling, pairwise exchange
     halving_doubling   reduce-scatter and all-gather in pairs, by halves of the tensor
-    servers            which worker meets which server in which turn; how late a gradient is
+    servers            which worker meets which server in which turn
+    staleness          how late a gradient is, and may be
     bucket_assignment  which gradients DDP sends together (when: ``strategies.ddp``)
     split_points       where a list of layers is cut into stages
     pipeline           GPipe, 1F1B, zero-bubble, interleaved: what each stage runs

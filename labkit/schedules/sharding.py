@@ -55,9 +55,9 @@ def sharded_pass(
     # Two units behind the last one make the ends of the loop like its middle.
     owned += [[], []]
     trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]
-    backward = backward and bool(trained_units)
+    has_backward = backward and bool(trained_units)
     visits = [Instruction("forward", unit) for unit in range(len(uses))]
-    if backward:
+    if has_backward:
         units = reversed(range(trained_units[0], len(uses)))
         visits += [Instruction("backward", unit) for unit in units]
     gathered: list[int] = []
@@ -83,10 +83,11 @@ def sharded_pass(
             yield from _for_each(owned[unit], "begin")
         yield Instruction(kind, unit)
     yield from _for_each(gathered, "free")
-    if backward:
-        yield from _for_each(owned[unit + 1], "finish")
-        yield from _for_each(owned[unit], "reduce")
-        yield from _for_each(owned[unit], "finish")
+    if has_backward:
+        last_unit = trained_units[0]
+        yield from _for_each(owned[last_unit + 1], "finish")
+        yield from _for_each(owned[last_unit], "reduce")
+        yield from _for_each(owned[last_unit], "finish")
 
 
 def _for_each(flats: Sequence[int], kind: str) -> list[Instruction]:

@@ -14,7 +14,6 @@ from labkit.schedules.pipeline import (
     PIPELINES,
     Action,
     Hop,
-    Message,
     messages_of,
     one_by_one,
     pipeline_streams,
@@ -98,7 +97,7 @@ def _inputs(kind: str, stage: int, hop_s: Sequence[float]) -> dict[tuple[str, in
     return inputs
 
 
-def with_messages(
+def with_hops_beside(
     streams: Sequence[Sequence[Action]], first_trained: int = 0
 ) -> list[list[Action | Hop]]:
     """The instructions of each rank if messages move beside its work: each ``Hop`` has one end.
@@ -122,7 +121,8 @@ def with_messages(
         if sent and sent.peer != rank:
             stage = chunk * num_ranks + rank
             neighbour = stage + 1 if kind == "forward" else stage - 1
-            received = Message(sent.kind, micro_batch, rank, neighbour // num_ranks)
+            receiver = Action(kind, micro_batch, neighbour // num_ranks)
+            received, _ = messages_of(receiver, sent.peer, num_ranks, num_stages, first_trained)
             rows[rank].append(((end_s, True, stage), Hop(sent, None)))
             rows[sent.peer].append(((end_s, True, stage), Hop(None, received)))
     return [[step for _, step in sorted(row, key=itemgetter(0))] for row in rows]
@@ -145,5 +145,5 @@ def instructions(
         schedule, num_ranks, num_micro_batches, first_trained, stages_per_rank
     )
     if PIPELINES[schedule].hops_beside:
-        return with_messages(streams, first_trained)[rank]
+        return with_hops_beside(streams, first_trained)[rank]
     return list(with_hops(streams[rank], rank, num_ranks, first_trained))

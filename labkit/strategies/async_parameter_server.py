@@ -3,7 +3,7 @@
 Rank 0 holds the parameters, the other ranks compute gradients for them. 1. A worker computes the
 gradient of its share of a batch. 2. It **pushes** the gradient to the server, which applies it at
 once. 3. It **pulls** the current parameters, and continues with its share of the next batch. Its
-gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.servers``.
+gradients are stale; the staleness is counted and can be bounded: ``labkit.schedules.staleness``.
 
 A push is the sum over the share's samples, divided by the samples of the whole batch, so that W
 pushes together move the parameters about as far as one synchronous step. (If a loss has another
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import PeerLostError
-from labkit.schedules.servers import StalenessTracker, check_bound
-from labkit.strategies.base import Batch, MakeOptimizer, lay_end_to_end
+from labkit.schedules.staleness import StalenessTracker, check_bound
+from labkit.strategies.base import Batch, MakeOptimizer
+from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.precision import LossScaler
 from labkit.strategies.traits import Traits
-from labkit.workload.losses import CountedLoss
+from labkit.workload.losses import CountedLoss, Weighing
 
 # Seconds since the start, and the mean loss of the epoch's samples.
 EpochEnd = tuple[float, Tensor]
@@ -141,9 +142,9 @@ class AsyncParameterServer(OnShares):
         The batch's weight per sample is taken to be the share's, since nobody waits for others.
         """
         weight = torch.tensor(samples, dtype=torch.float64)
-        if self.weighing == "sum":
+        if self.weighing is Weighing.NOTHING:
             self.gradient *= batch_size
-        elif self.weighing == "data" and isinstance(self.loss, CountedLoss):
+        elif self.weighing is Weighing.DATA and isinstance(self.loss, CountedLoss):
             weight = torch.as_tensor(self.loss.take_step(), dtype=torch.float64)
             self.gradient *= torch.where(weight > 0, samples / weight, 0).to(self.gradient)
         return weight
@@ -166,7 +167,9 @@ class AsyncParameterServer(OnShares):
         sums = self.values.new_zeros(2, dtype=torch.double)
         while done < last or self.tracker.pulled:
             # After the last update: receive the late pushes, answer with the final parameters.
-            worker = self.tracker.next() if done < last else next(iter(self.tracker.held), None)
+            worker = self.tracker.next_worker()
+            if done == last:
+                worker = next(iter(self.tracker.waiting), None)
             with self.may_be_lost(done < last):
                 if worker is None:
                     self.tracker.push(self.recv_report())
@@ -191,7 +194,7 @@ class AsyncParameterServer(OnShares):
         """Wait until a worker begins a push, and receive the push's first message."""
         report = self.values.new_empty(2, dtype=torch.double)
         with self.comm.span("push"):
-            idle = self.tracker.pulled.keys() - self.tracker.held
+            idle = self.tracker.pulled.keys() - self.tracker.waiting
             worker = self.comm.recv_any(report, idle)
         self.reports[worker] = report
         return worker

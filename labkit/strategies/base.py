@@ -28,7 +28,7 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.strategies.precision import Precision
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.traits import Traits
-from labkit.workload.losses import CountedLoss, Loss, sum_cross_entropy
+from labkit.workload.losses import CountedLoss, Loss, Weighing, sum_cross_entropy
 from labkit.workload.samples import share
 
 # Inputs [n, ...], targets [n], and the size of the global batch that they are a share of.
@@ -39,9 +39,9 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 class Strategy:
     """One technique on one rank: a dataclass, whose fields are the options that it takes.
 
-    It is made before the ranks start, and each rank gets a copy. So ``__post_init__`` only refuses
-    options that do not go together, and ``setup`` does everything else. (What a training run asks
-    of a technique determines the methods and their number.)
+    It is made before the ranks start, and each rank gets a copy. So ``__post_init__``, after that
+    of its base, only refuses options that do not go together, and ``setup`` does everything else.
+    (What a training run asks of a technique determines the methods and their number.)
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
@@ -49,7 +49,7 @@ class Strategy:
         saved_state_class: the class of what goes to a checkpoint.
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
-        weighing: the kind of number that divides the sum of the losses, see ``ShareLoss``.
+        weighing: the kind of number that divides the sum of the losses.
         correction, step_weight: the factor of this step's gradients, set by ``weigh``, and this
             rank's part of the weight; None if the weight is the number of samples.
         optimizer, trained: this rank's (None where it makes no updates), and what it changes.
@@ -66,7 +66,7 @@ class Strategy:
     sync_batch_norm = False
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
-    weighing = "samples"
+    weighing = Weighing.SAMPLES
     correction: Tensor | float | None = None
     step_weight: Tensor | float | None = None
     clip_norm: float | None = None
@@ -114,9 +114,9 @@ class Strategy:
         ``naive_all_reduce``. A batch that weighs nothing, as all of it is ignored, has no
         gradient; PyTorch's mean over nothing is NaN, with a gradient of zeros, too.
         """
-        if self.weighing == "sum":
+        if self.weighing is Weighing.NOTHING:
             self.correction = batch_size
-        elif self.weighing == "data" and isinstance(self.loss, CountedLoss):
+        elif self.weighing is Weighing.DATA and isinstance(self.loss, CountedLoss):
             self.step_weight = self.loss.take_step()
             weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
             weight += torch.as_tensor(self.step_weight).to(weight)
@@ -232,33 +232,3 @@ class Strategy:
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that require a gradient; a tied one comes once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` [N] in the shapes of ``tensors``, one after the other."""
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors)]
-
-
-def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Move parameters (and buffers) into one flat tensor, and make them views of it.
-
-    One message carries all of it, and it can be cut anywhere. Returns values [N] and gradients
-    [N], zeros, to which backward adds: the parameters' ``grad`` are views. Reset them with
-    ``gradients.zero_()``: an optimizer's ``zero_grad`` would remove the views. ValueError for
-    tensors of several dtypes.
-    """
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"parameters and buffers of {', '.join(sorted(dtypes))} cannot lie end to end in one "
-            "tensor: give all of them one dtype, or use ddp, ring_all_reduce or sharded"
-        )
-    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    gradients = torch.zeros_like(values)
-    views = zip(tensors, views_of(values, tensors), views_of(gradients, tensors))
-    for tensor, value, gradient in views:
-        tensor.data = value
-        if tensor.requires_grad:
-            tensor.grad = gradient
-    return values, gradients

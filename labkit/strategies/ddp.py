@@ -48,7 +48,8 @@ from labkit.collectives import (
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer, trained_parameters, views_of
+from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.on_shares import OnShares
 
 
@@ -182,9 +183,7 @@ class BucketedDDP(NaiveDDP):
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
-        sizes = [p.numel() * p.element_size() for p in self.trained]
-        assigned = assign_buckets(sizes, bucket_mb * MIB, kinds=[p.dtype for p in self.trained])
-        self.buckets = [Bucket(comm, [self.trained[i] for i in indices]) for indices in assigned]
+        self.buckets = make_buckets(comm, self.trained, bucket_mb)
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._launched: list[Work] = []
 
@@ -277,6 +276,14 @@ class Bucket:
         parameter.grad = view
 
 
+def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -> list[Bucket]:
+    """The buckets of ``bucket_mb`` MiB, each of one dtype, in the order in which they are sent."""
+    sizes_bytes = [parameter.nbytes for parameter in parameters]
+    dtypes = [parameter.dtype for parameter in parameters]
+    assigned = assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes)
+    return [Bucket(comm, [parameters[i] for i in indices]) for indices in assigned]
+
+
 class LocalSGD(NaiveDDP):
     """A ``NaiveDDP`` that averages parameters, not gradients; ``outer_step`` makes it DiLoCo."""
 
@@ -357,6 +364,7 @@ class DDP(OnShares):
     outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.outer_step: OuterStep | None = None
         if (self.outer_lr, self.outer_momentum) != (1.0, 0.0):
             self.outer_step = OuterStep(self.outer_lr, self.outer_momentum)

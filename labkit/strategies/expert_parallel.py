@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from labkit.collectives import all_to_all, fast_ring_all_reduce
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import views_of
+from labkit.strategies.flat_tensors import FlatGradients
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.tensor_cut import Conjugate, Cut, TensorGroup, gather_shards
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.experts import Experts, Routing
 from labkit.workload.losses import Loss
 
@@ -106,7 +106,7 @@ class ExpertParallel(OnCuts):
     """
 
     capacity: float | None = None
-    traits = Traits(predicts_together=True, balances_experts=True, optimizes=Parts.ROWS)
+    traits = Traits(predicts_together=True, balances_experts=True, division=Division.ROWS)
     # A rank without samples computes those of the others.
     runs_empty = True
 
@@ -136,21 +136,12 @@ class ExpertParallel(OnCuts):
         for layer in self.expert_layers:
             layer.capacity = self.capacity
 
-    @torch.no_grad()
     def finish_backward(self) -> None:
         shared = [p for p in self.trained if p not in self.group.cuts]
-        if not shared:
-            return
-        gradients = []
-        for parameter in shared:
-            gradient = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                gradient = parameter.grad.to_dense()
-            gradients.append(gradient.flatten())
-        flat = torch.cat(gradients)
-        self.all_reduce(flat)
-        for parameter, total in zip(shared, views_of(flat, shared)):
-            parameter.grad = total.to(parameter.dtype)
+        if shared:
+            gradients = FlatGradients(shared)
+            self.all_reduce(gradients.collect())
+            gradients.hand_back()
 
     def all_reduce(self, flat: Tensor) -> None:
         fast_ring_all_reduce(self.comm, flat)

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast_coalesced
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer
-from labkit.strategies.ddp import Bucket
+from labkit.strategies.ddp import make_buckets
 from labkit.strategies.model_parallel import Pipeline
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.workload.losses import Loss
 
 
@@ -113,12 +112,12 @@ class Mesh(Pipeline):
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"
             )
-        optimizes = Parts.ALL
+        division = Division.NONE
         if self.tp > 1:
-            optimizes |= Parts.ROWS
+            division |= Division.ROWS
         if self.pp > 1:
-            optimizes |= Parts.LAYERS
-        self.traits = replace(self.traits, optimizes=optimizes)
+            division |= Division.LAYERS
+        self.traits = replace(self.traits, division=division)
 
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
@@ -151,10 +150,7 @@ class Mesh(Pipeline):
             self.counted_elsewhere = uncut.union(self.counted_elsewhere)
         self.buckets = []
         if self.dp > 1:
-            sizes = [p.numel() * p.element_size() for p in self.trained]
-            kinds = [p.dtype for p in self.trained]
-            for indices in assign_buckets(sizes, self.bucket_mb * MIB, kinds=kinds):
-                self.buckets.append(Bucket(self.data, [self.trained[i] for i in indices]))
+            self.buckets = make_buckets(self.data, self.trained, self.bucket_mb)
 
     def share(self) -> tuple[int, int]:
         return self.data.rank, self.dp

@@ -142,6 +142,7 @@ class Pipeline(StagedModel):
     stages_per_rank: int | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.stages_per_rank = stages_on_each(self.schedule, self.stages_per_rank)
         self.cuts_backward = PIPELINES[self.schedule].cuts_backward
         self.hops_beside = PIPELINES[self.schedule].hops_beside

@@ -10,7 +10,7 @@ from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.tensor_cut import TensorGroup
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 
 
 class CutState(SavedState):
@@ -36,7 +36,7 @@ class OnCuts(OnShares):
     """
 
     saved_state_class = CutState
-    traits = Traits(optimizes=Parts.ROWS)
+    traits = Traits(division=Division.ROWS)
 
     def make_group(self, comm: Comm) -> TensorGroup:
         """Return the group that cuts the model over the ranks of ``comm``."""

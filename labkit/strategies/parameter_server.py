@@ -23,24 +23,11 @@ from labkit.collectives import broadcast
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.servers import server_turns, worker_turns
-from labkit.strategies.base import MakeOptimizer, lay_end_to_end
+from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.flat_tensors import lay_end_to_end
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import State
-from labkit.strategies.traits import Parts
-
-
-@torch.no_grad()
-def answer_one_by_one(comm: Comm, values: Tensor, lr: float = 0.1) -> None:
-    """Naive, on rank 0: update the parameters [N] with each push, and answer it at once.
-
-    Each worker pulls parameters without the pushes of the workers after it, so there is no longer
-    one model that all of them train. W messages of N elements.
-    """
-    push = torch.empty_like(values)
-    for worker in range(1, comm.world_size):
-        comm.recv(push, worker)
-        values -= lr * push
-        comm.send(values, worker)
+from labkit.strategies.traits import Division
 
 
 @dataclass(eq=False)
@@ -65,7 +52,7 @@ class ParameterServer(OnShares):
         if self.servers > 1:
             self.traits = replace(
                 self.traits,
-                optimizes=Parts.ELEMENTS,
+                division=Division.ELEMENTS,
                 no_checkpoint=f"each of {self.servers} servers has a part of the optimizer's "
                 "state (or take one)",
             )
@@ -92,7 +79,7 @@ class ParameterServer(OnShares):
             self.slice = self.parameters[start:end]
             self.slice_gradient = self.gradient[start:end]
             if self.servers > 1:
-                # Element by element (``traits.optimizes``) a slice gets the same updates.
+                # Element by element (``traits.division``) a slice gets the same updates.
                 self.trained = [nn.Parameter(self.slice)]
                 self.trained[0].grad = self.slice_gradient
             self.optimizer = make_optimizer(self.trained)

@@ -11,12 +11,12 @@ device even if the shares differ in size. Symbols: P ranks, N trainable paramete
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from labkit.collectives.compressed import TopK, all_reduce_of
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import MakeOptimizer, views_of
+from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.flat_tensors import FlatGradients
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State
 
@@ -56,6 +56,7 @@ class RingAllReduce(OnShares):
     saved_state_class = ResidualState
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.compress == "topk" and self.amp == "fp16":
             raise ValueError(
                 "topk keeps the values that it does not send for the next update, which fp16 may "
@@ -67,19 +68,11 @@ class RingAllReduce(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.trained])
-        self.views = views_of(self.flat, self.trained)
+        self.gradients = FlatGradients(self.trained)
 
-    @torch.no_grad()
     def finish_backward(self) -> None:
         """Step 3; a rank without a sample takes part, too."""
         with self.comm.span("update"):
-            for view, parameter in zip(self.views, self.trained):
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad.to_dense())
-        self.all_reduce(self.comm, self.flat)
-        for view, parameter in zip(self.views, self.trained):
-            # Gradients of several dtypes were summed in the widest of these dtypes.
-            parameter.grad = view.to(parameter.dtype)
+            flat = self.gradients.collect()
+        self.all_reduce(self.comm, flat)
+        self.gradients.hand_back()

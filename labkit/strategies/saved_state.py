@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 
 State = dict[str, Tensor]
 
@@ -26,7 +26,7 @@ class SavedState:
         """Return this rank's tensors; a collective call."""
         strategy = self.strategy
         tensors, parameters = strategy.held()
-        has_part = bool(strategy.traits.optimizes & (Parts.LAYERS | Parts.ROWS))
+        has_part = bool(strategy.traits.division & (Division.LAYERS | Division.ROWS))
         state = State()
         if has_part or strategy.comm.rank == strategy.workers[0]:
             state |= named("model", tensors)

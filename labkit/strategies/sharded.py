@@ -23,7 +23,7 @@ al., "ZeRO: memory optimizations toward training trillion parameter models" (202
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,11 @@ from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
 from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
-from labkit.strategies.base import MakeOptimizer, views_of
+from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
 from labkit.workload.losses import Loss
@@ -49,12 +50,11 @@ class Flat:
     """A flat parameter: some parameters in one tensor ``full`` [N], cut into ``chunks``, shards.
 
     ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
-    memory between ``gather`` and ``free`` alone (a new flat is gathered, too). The parameters may
-    be on the host: this flat alone moves to the device. Their gradients are views of
-    ``full_gradient`` [N]: in stage 1 always, else between ``begin`` and ``wait``;
+    memory between ``unshard`` and ``reshard`` alone (a new flat is unsharded, too). The parameters
+    may be on the host: this flat alone moves to the device. Their gradients are views of
+    ``full_gradient`` [N]: in stage 1 always, else between ``allocate_gradient`` and ``wait``;
     ``shard_gradient`` is the shard's. ``in_flight`` is the tensor that is gathered ahead, or
-    reduced. ``gather``, ``wait``, ``free``, ``begin`` and ``reduce`` are the instructions of
-    ``schedules.sharding``.
+    reduced. Which method executes which instruction of a pass: ``OPERATIONS``.
     """
 
     def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
@@ -80,10 +80,11 @@ class Flat:
         self.shard_gradient = torch.zeros_like(our_chunk)
         if self.trained:
             if stage == 1:
-                self.shard_gradient = split_chunks(self.begin(), comm.world_size)[self.owned]
+                gradient = self.allocate_gradient()
+                self.shard_gradient = split_chunks(gradient, comm.world_size)[self.owned]
             self.shard.grad = self.shard_gradient
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Begin the all-gather (share-only) of all ranks' shards into ``full``."""
         self.full.untyped_storage().resize_(self.full_bytes)
 
@@ -96,19 +97,19 @@ class Flat:
         self.work = queue.add("share_only", all_gather_shards, [self.full], [])
 
     def wait(self) -> None:
-        """Wait until the last ``gather`` or ``reduce`` has ended."""
+        """Wait until the last ``unshard`` or ``reduce`` has ended."""
         if self.work:
             with self.comm.span("wait"):
                 self.work.wait()
         self.work = None
         self.in_flight = None
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Free the memory of ``full``; the shard stays."""
-        # What autograd keeps of it are views: they show the values of the next gather.
+        # What autograd keeps of it are views: they show the values of the next unshard.
         self.full.untyped_storage().resize_(0)
 
-    def begin(self) -> Tensor:
+    def allocate_gradient(self) -> Tensor:
         """Give the parameters gradients, zeros at first; returns ``full_gradient``."""
         if self.full_gradient is None:
             self.full_gradient = torch.zeros_like(self.full)
@@ -119,7 +120,7 @@ class Flat:
 
     def reduce(self) -> None:
         """Begin the reduce-scatter (share-reduce) of ``full_gradient``."""
-        gradient = self.begin()
+        gradient = self.allocate_gradient()
         chunks = split_chunks(gradient, self.comm.world_size)
 
         def reduce_scatter_gradient(comm: Comm) -> None:
@@ -145,9 +146,9 @@ class Flat:
         if self.stage > 1:
             self._drop_full_gradient()
         if self.stage == 3:
-            self.free()
+            self.reshard()
 
-    def unshard(self, shard: Tensor) -> list[Tensor]:
+    def full_values(self, shard: Tensor) -> list[Tensor]:
         """Values by parameter, from the ranks' shards of them; a collective call."""
         full = shard.new_empty(self.num_elements)
         chunks = split_chunks(full, self.comm.world_size)
@@ -156,9 +157,20 @@ class Flat:
         return views_of(full, self.parameters)
 
     def shard_of(self, values: list[Tensor]) -> Tensor:
-        """This rank's shard of values by parameter, the reverse of ``unshard``."""
+        """This rank's shard of values by parameter, the reverse of ``full_values``."""
         full = torch.cat([value.flatten() for value in values])
         return split_chunks(full, self.comm.world_size)[self.owned]
+
+
+# By the kind of an instruction; one method waits: a flat has one collective under way at a time.
+OPERATIONS: dict[str, Callable[[Flat], object]] = {
+    "gather": Flat.unshard,
+    "wait": Flat.wait,
+    "free": Flat.reshard,
+    "begin": Flat.allocate_gradient,
+    "reduce": Flat.reduce,
+    "finish": Flat.wait,
+}
 
 
 def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
@@ -217,7 +229,7 @@ class ShardedState(SavedState):
                 shards[stored] = tensor
             for stored, shard in shards.items():
                 # A tensor without dimensions, such as a count of steps, is the same for all.
-                values = flat.unshard(shard) if shard.dim() else [shard] * len(flat.parameters)
+                values = flat.full_values(shard) if shard.dim() else [shard] * len(flat.parameters)
                 if number % sharded.comm.world_size != sharded.comm.rank:
                     continue
                 for parameter, value in zip(flat.parameters, values):
@@ -290,10 +302,11 @@ class Sharded(OnShares):
     stage: int = 3
     sync_batch_norm: bool = False
     saved_state_class = ShardedState
-    traits = Traits(predicts_together=True, optimizes=Parts.ELEMENTS)
+    traits = Traits(predicts_together=True, division=Division.ELEMENTS)
     runs_empty = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("stage", self.stage, least=1, most=3)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
@@ -313,7 +326,7 @@ class Sharded(OnShares):
             self.flats.append(flat)
             self._note_peak("setup")
             if self.stage == 3:
-                flat.free()
+                flat.reshard()
         self.names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
@@ -398,12 +411,8 @@ class Sharded(OnShares):
                 self._note_peak("most")
             if instruction == target:
                 return
-            if instruction.kind in ("forward", "backward"):
-                continue
-            flat = self.flats[instruction.number]
-            operations = {"gather": flat.gather, "wait": flat.wait, "free": flat.free}
-            operations |= {"begin": flat.begin, "reduce": flat.reduce, "finish": flat.wait}
-            operations[instruction.kind]()
+            if instruction.kind in OPERATIONS:
+                OPERATIONS[instruction.kind](self.flats[instruction.number])
 
     def live_bytes(self) -> dict[str, int]:
         """The bytes that are alive, by kind, counted by their storages.
@@ -459,7 +468,7 @@ class Sharded(OnShares):
         values: dict[Tensor, Tensor] = {}
         if self.stage == 3:
             for flat in self.flats:
-                for parameter, value in zip(flat.parameters, flat.unshard(flat.shard)):
+                for parameter, value in zip(flat.parameters, flat.full_values(flat.shard)):
                     values[parameter] = value.cpu()
         state = State()
         for name, tensor in self.model.state_dict(keep_vars=True).items():

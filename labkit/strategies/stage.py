@@ -27,7 +27,7 @@ from labkit.strategies.hops import Hops
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.strategies.recompute import ForwardState
 from labkit.strategies.saved_state import State
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.layers import HeldBytes, NonLeaf, meta_copy, named_layers, output_shapes
 
 
@@ -201,7 +201,7 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
-    traits = Traits(takes_whole_batch=True, optimizes=Parts.LAYERS)
+    traits = Traits(takes_whole_batch=True, division=Division.LAYERS)
     stages_per_rank = 1
     cuts_backward = False
     hops_beside = False
@@ -299,8 +299,15 @@ class StagedModel(Strategy):
     ) -> Tensor:
         """Execute this rank's ``instructions`` of a step, and update; returns ``loss_sum``."""
         count = self.start(inputs, targets, batch_size, micro_batches)
-        sizes = self.num_ranks, count, self.first_trained, self.stages_per_rank
-        for instruction in instructions(schedule, self.stage_rank, *sizes):
+        program = instructions(
+            schedule,
+            self.stage_rank,
+            num_ranks=self.num_ranks,
+            num_micro_batches=count,
+            first_trained=self.first_trained,
+            stages_per_rank=self.stages_per_rank,
+        )
+        for instruction in program:
             if isinstance(instruction, Hop):
                 self._run_hop(instruction)
             else:
@@ -315,8 +322,13 @@ class StagedModel(Strategy):
         if action.kind == "backward_weight":
             stage.backward_weight(micro_batch)
             return
-        sizes = self.stage_rank, self.num_ranks, self.num_stages, self.first_trained
-        needed, made = messages_of(action, *sizes)
+        needed, made = messages_of(
+            action,
+            self.stage_rank,
+            num_ranks=self.num_ranks,
+            num_stages=self.num_stages,
+            first_trained=self.first_trained,
+        )
         received = self.hops.take(needed) if needed else None
         if action.kind == "forward":
             entering = self.inputs[micro_batch] if received is None else received

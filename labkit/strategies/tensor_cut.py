@@ -39,9 +39,9 @@ from torch.nn import functional
 from labkit.collectives import fast_ring_all_reduce, share_only, share_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
-from labkit.strategies.base import views_of
+from labkit.strategies.flat_tensors import FlatGradients
 from labkit.strategies.saved_state import State
-from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss
+from labkit.workload.losses import ClassOptions, CountedLoss, Loss, ShareLoss, Weighing
 from labkit.workload.transformer import MLP, Attention, Embeddings, Head
 
 Operation = Callable[[Tensor], Tensor]
@@ -197,12 +197,12 @@ class TensorGroup:
         With sequence parallelism each rank has the terms of its own positions. Otherwise all have
         computed the same, but a sum is rounded otherwise on another number of threads.
         """
-        gradients = [p.grad for p in trained if p not in self.cuts and p.grad is not None]
-        if gradients:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            fast_ring_all_reduce(self.comm, flat, "sum" if self.sequence_parallel else "mean")
-            for gradient, total in zip(gradients, views_of(flat, gradients)):
-                gradient.copy_(total)
+        shared = [p for p in trained if p not in self.cuts and p.grad is not None]
+        if shared:
+            gradients = FlatGradients(shared)
+            op = "sum" if self.sequence_parallel else "mean"
+            fast_ring_all_reduce(self.comm, gradients.collect(), op)
+            gradients.hand_back()
 
     def unshard(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """The whole of a parameter, or of an optimizer's state of it; a collective call."""
@@ -352,11 +352,11 @@ class CutLoss(CountedLoss):
     def as_share(self, total: Tensor, targets: Tensor) -> Tensor:
         """Count the weight of the targets, whose losses add up to ``total``; returns the sum."""
         weight = len(targets)
-        if self.loss.weighing == "data":
+        if self.loss.weighing is Weighing.DATA:
             weight = self.options.weights(targets).sum()
         if self.comm.rank == 0:
             self.count_weight(weight)
-        if self.loss.weighing == "samples":
+        if self.loss.weighing is Weighing.SAMPLES:
             # A sample's loss is the mean over its positions.
             return total * (len(targets) / targets.numel())
         return total

@@ -26,7 +26,7 @@ from labkit.engine.comm.comm import Comm
 from labkit.strategies.on_cuts import OnCuts
 from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
-from labkit.strategies.traits import Parts, Traits
+from labkit.strategies.traits import Division, Traits
 from labkit.workload.experts import Experts
 from labkit.workload.layers import layers_of
 from labkit.workload.losses import Loss, ShareLoss, named_function
@@ -85,7 +85,7 @@ class TensorParallel(OnCuts):
     """
 
     sequence_parallel: bool = False
-    traits = Traits(takes_whole_batch=True, optimizes=Parts.ROWS)
+    traits = Traits(takes_whole_batch=True, division=Division.ROWS)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         check_cut(model, loss, world_size, self.sequence_parallel)

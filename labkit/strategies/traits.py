@@ -4,10 +4,10 @@ import enum
 from dataclasses import dataclass
 
 
-class Parts(enum.Flag):
-    """The parts of the trained tensors that the optimizer of a rank has: of some, or of all."""
+class Division(enum.Flag):
+    """The way in which ranks divide the trained tensors: what the optimizer of one of them has."""
 
-    ALL = 0
+    NONE = 0  # all parameters
     LAYERS = enum.auto()  # some layers' parameters
     ROWS = enum.auto()  # some rows of parameters
     ELEMENTS = enum.auto()  # a flat tensor of a part of all parameters
@@ -25,7 +25,7 @@ class Traits:
         no_checkpoint: the reason why its runs have no checkpoints; empty if they may have.
         predicts_together: whether all ranks call ``predict`` equally often, some with no samples.
         balances_experts: whether it computes the balance loss of experts over a whole batch.
-        optimizes: the parts that the optimizer of one rank has.
+        division: how ranks divide the trained tensors among their optimizers.
     """
 
     in_one_process: bool = False
@@ -35,4 +35,4 @@ class Traits:
     no_checkpoint: str = ""
     predicts_together: bool = False
     balances_experts: bool = False
-    optimizes: Parts = Parts.ALL
+    division: Division = Division.NONE

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from labkit.schedules.learning_rate import lr_factor, parse_lr_schedule
 from labkit.strategies.base import MakeOptimizer, Strategy, trained_parameters
 from labkit.strategies.saved_state import as_tensor
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.training.config import RunConfig
 from labkit.training.kept import numbers_of
 from labkit.workload.samples import seeded
@@ -106,7 +106,7 @@ def try_optimizer(
     make: MakeOptimizer,
     model: nn.Module,
     technique: str,
-    optimizes: Parts,
+    division: Division,
     seed: int,
     *,
     keeps_sparse: bool = False,
@@ -114,7 +114,7 @@ def try_optimizer(
 ) -> str:
     """Return a note if the optimizer holds only some of the trained parameters, else "".
 
-    ``optimizes`` tells what a rank of the technique holds, see ``Traits``; ``keeps_sparse``
+    ``division`` tells what a rank of the technique holds, see ``Traits``; ``keeps_sparse``
     whether sparse gradients, as of ``nn.Embedding(sparse=True)``, reach the optimizer as such;
     ``is_saved`` whether checkpoints have to hold what it changes.
 
@@ -152,12 +152,12 @@ def try_optimizer(
         expected = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
-        if optimizes:
+        if division:
             reason = f"its step raised {type(error).__name__}: {error}"
             raise _differs(name, technique, reason) from error
         expected = []
-    if optimizes:
-        _check_parts(name, make, rounds, expected, technique, optimizes, seed)
+    if division:
+        _check_parts(name, make, rounds, expected, technique, division, seed)
     if len(known) < len(given):
         return f"optimizer {name} trains {len(known)} of {len(given)} parameters, the others stay"
     return ""
@@ -169,13 +169,13 @@ def _check_parts(
     rounds: list[list[Tensor]],
     expected: list[Tensor],
     technique: str,
-    optimizes: Parts,
+    division: Division,
     seed: int,
 ) -> None:
     """Refuse an optimizer that does not turn the ranks' parts into those of ``expected``."""
-    parts = [shares(tensors, optimizes) for tensors in rounds]
+    parts = [shares(tensors, division) for tensors in rounds]
     largest = _distance(rounds[0], expected)
-    for rank, expected_part in enumerate(shares(expected, optimizes)):
+    for rank, expected_part in enumerate(shares(expected, division)):
         try:
             updated = _updated(name, make, [part[rank] for part in parts], seed)
         except Exception as error:
@@ -327,16 +327,16 @@ def _steps_with(optimizer: torch.optim.Optimizer, *closure: Any) -> bool:
     return True
 
 
-def shares(tensors: list[Tensor], optimizes: Parts) -> list[list[Tensor]]:
+def shares(tensors: list[Tensor], division: Division) -> list[list[Tensor]]:
     """Parts of tensors as ranks hold them, by rank."""
-    if Parts.ELEMENTS in optimizes:
+    if Division.ELEMENTS in division:
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         return [[part] for part in flat.tensor_split(2) if part.numel()]
     by_rank = [tensors]
-    if Parts.LAYERS in optimizes:
+    if Division.LAYERS in division:
         middle = (1 + len(tensors)) // 2
         by_rank = [tensors[:middle], tensors[middle:]]
-    if Parts.ROWS in optimizes:
+    if Division.ROWS in division:
         halves = []
         for held in by_rank:
             pairs = [torch.atleast_1d(tensor).tensor_split(2) for tensor in held]

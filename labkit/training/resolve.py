@@ -28,7 +28,7 @@ from labkit.engine.started import is_rank_0
 from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.training.config import (
     OPTIONS,
     RunConfig,
@@ -187,9 +187,9 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             "single without accumulate"
         )
     if own_parts.optimizer is not None:
-        optimizes = strategy.traits.optimizes
-        if config.world_size == 1 and optimizes != Parts.ELEMENTS:
-            optimizes = Parts.ALL
+        division = strategy.traits.division
+        if config.world_size == 1 and division != Division.ELEMENTS:
+            division = Division.NONE
         keeps_sparse = config.strategy == "single" or (
             config.builtin and config.strategy in ("ddp", "data_parallel")
         )
@@ -198,7 +198,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
             own_parts.optimizer,
             model,
             technique,
-            optimizes,
+            division,
             config.seed,
             keeps_sparse=keeps_sparse,
             is_saved=config.checkpoint_dir is not None,

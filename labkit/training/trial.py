@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from labkit.workload.losses import ShareLoss, count_right
+from labkit.workload.losses import ShareLoss, Weighing, count_right
 from labkit.workload.samples import Pair, Samples, is_integer, seeded
 
 # Samples that show whether model and loss take them.
@@ -34,8 +34,8 @@ WAYS_OUT = (
 
 def try_out(
     name: str, model: nn.Module, loss: ShareLoss, train: Samples, test: Samples | None, seed: int
-) -> str:
-    """Try model and loss; return ``ShareLoss.weighing``, the divisor of the sum of the losses.
+) -> Weighing:
+    """Try model and loss; return the kind of divisor of the sum of the losses.
 
     Raises:
         ValueError: model and loss do not take the samples, or would not equal one device; the
@@ -74,7 +74,7 @@ def try_out(
             for division in _divisions(len(targets), seed):
                 _check_division(name, loss, outputs, targets, division)
     if isinstance(returned, tuple):
-        return "data"
+        return Weighing.DATA
     return loss.weighing
 
 

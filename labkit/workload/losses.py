@@ -7,6 +7,7 @@ global batch, whatever the sizes of the shares. (A mean of the shares' means wou
 of light shares more.)
 """
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,14 @@ LOSSES = (
     "binary_cross_entropy_with_logits",
 )
 _MODULES = {nn.CrossEntropyLoss: functional.cross_entropy, nn.NLLLoss: functional.nll_loss}
+
+
+class Weighing(enum.Enum):
+    """What divides the sum of the losses."""
+
+    SAMPLES = enum.auto()  # their number
+    DATA = enum.auto()  # a weight that depends on the data, which ranks have to add up
+    NOTHING = enum.auto()  # the loss is a sum by its option ``reduction``
 
 
 def sum_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -69,15 +78,13 @@ class ShareLoss:
     samples. PyTorch's ``cross_entropy`` and ``nll_loss`` may ignore targets and weigh classes.
 
     Attributes:
-        weighing: the divisor of the gradient of a sum: the number of ``samples``; a weight
-            that depends on the ``data``, which ranks have to add up; or nothing, for a loss that
-            is a ``sum`` by its option ``reduction``. (Whether a loss returns pairs shows when it
-            is called.)
+        weighing: the divisor of the gradient of a sum. (Whether a loss returns pairs shows when
+            it is called.)
         classes: the options of PyTorch's losses of classes.
     """
 
     loss: Loss
-    weighing: str = "samples"
+    weighing: Weighing = Weighing.SAMPLES
     classes: ClassOptions | None = None
 
     @classmethod
@@ -85,7 +92,7 @@ class ShareLoss:
         """Read a loss's options; ``targets`` are a few, ``parts`` are all that it may meet."""
         function, options = named_function(loss)
         reduction = options.get("reduction", getattr(loss, "reduction", "mean"))
-        weighing = "sum" if reduction == "sum" else "samples"
+        weighing = Weighing.NOTHING if reduction == "sum" else Weighing.SAMPLES
         of_classes = targets is None or is_integer(targets)
         if function not in _MODULES.values() or not of_classes:
             return cls(loss, weighing)
@@ -94,7 +101,7 @@ class ShareLoss:
         classes = ClassOptions(**options)
         ignores = any(part and _may_hold(part, classes.ignore_index) for part in parts)
         if reduction == "mean" and (classes.weight is not None or ignores):
-            weighing = "data"
+            weighing = Weighing.DATA
         return cls(loss, weighing, classes)
 
     @property
@@ -116,7 +123,7 @@ class ShareLoss:
             if self.classes.weight is not None:
                 # PyTorch takes weights of the outputs' dtype alone.
                 options["weight"] = self.classes.weight.to(outputs)
-            if self.weighing == "data":
+            if self.weighing is Weighing.DATA:
                 total = function(outputs, targets, **options | {"reduction": "sum"})
                 return total, self.classes.weights(targets).sum()
             returned = function(outputs, targets, **options)
@@ -126,7 +133,7 @@ class ShareLoss:
                 # Nothing in this share counts.
                 total = outputs.sum() * 0 + total
             return total, weight
-        if self.weighing == "sum":
+        if self.weighing is Weighing.NOTHING:
             return returned, count
         if returned.dim() > 0:
             assert len(returned) == count, f"{len(returned)} losses of {count} samples"

@@ -66,7 +66,7 @@ def ring_cost(op, size, dtype, world_size, rank):
 
 
 def wide_bytes(op, dtype):
-    return Reduction.of(op, torch.empty(0, dtype=dtype)).wide.itemsize
+    return Reduction.of(op, torch.empty(0, dtype=dtype)).accumulate_dtype.itemsize
 
 
 def bits(tensor):

@@ -9,7 +9,6 @@ from labkit.schedules.pipeline import (
     PIPELINES,
     Hop,
     Pipelining,
-    gpipe,
     in_flight,
     interleaved,
     one_f_one_b,
@@ -145,12 +144,10 @@ def needed(step):
     return None if isinstance(step, Hop) else (kinds.get(step.kind), *step[1:])
 
 
-def test_a_schedule_says_itself_whether_it_cuts_backward():
-    assert [name for name, one in PIPELINES.items() if one.cuts_backward] == ["zero_bubble"]
-
-    def whole_on_rank_0(rank, num_ranks, count):
-        return gpipe(rank, num_ranks, count) if rank == 0 else zero_bubble(rank, num_ranks, count)
-
-    assert Pipelining(whole_on_rank_0, hops_beside=True).cuts_backward
+def test_the_table_says_what_the_actions_are():
+    for name, pipelining in PIPELINES.items():
+        actions = list(itertools.chain.from_iterable(pipeline_streams(name, 2, 3)))
+        assert pipelining.cuts_backward == any(a.kind == "backward_input" for a in actions)
+        assert pipelining.interleaves == any(action.chunk for action in actions)
     with pytest.raises(ValueError, match="needs hops_beside"):
         Pipelining(interleaved, interleaves=True)

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from labkit.schedules.servers import StalenessTracker, server_turns, worker_turns
+from labkit.schedules.servers import server_turns, worker_turns
+from labkit.schedules.staleness import StalenessTracker
 
 
 @pytest.mark.parametrize(("servers", "workers"), [(1, 3), (2, 3), (3, 3), (3, 2), (4, 1)])
@@ -28,7 +29,7 @@ def test_in_a_turn_no_server_and_no_worker_meets_two(servers, workers):
 
 
 def apply_all_allowed(tracker):
-    while (worker := tracker.next()) is not None:
+    while (worker := tracker.next_worker()) is not None:
         tracker.apply(worker)
         tracker.pull(worker)
 
@@ -53,7 +54,7 @@ def test_staleness_counts_the_updates_between_and_a_push_is_held(
     for worker in pushes:
         tracker.push(worker)
         apply_all_allowed(tracker)
-    assert (tracker.updates, tracker.held) == (updates, held)
+    assert (tracker.updates, tracker.waiting) == (updates, held)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -62,7 +63,7 @@ def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_forever(workers)
     for bound, _ in itertools.product(range(workers - 1, workers + 3), range(30)):
         tracker = StalenessTracker(range(workers), bound)
         for _ in range(60):
-            computing = [worker for worker in tracker.pulled if worker not in tracker.held]
+            computing = [worker for worker in tracker.pulled if worker not in tracker.waiting]
             assert computing, f"all {workers} are held at version {tracker.version}"
             tracker.push(chooser.choice(computing))
             apply_all_allowed(tracker)
@@ -71,4 +72,4 @@ def test_every_order_of_pushes_keeps_the_bound_and_nobody_waits_forever(workers)
         for worker in range(workers - 1):
             tracker.drop(worker)
         apply_all_allowed(tracker)
-        assert not tracker.held
+        assert not tracker.waiting

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from labkit import RunConfig, run, strategies, train_with
-from labkit.strategies.traits import Parts
+from labkit.strategies.traits import Division
 from labkit.training.optimizers import optimizer_maker, schedule_of, try_optimizer
 
 SMALL = {"train_size": 23, "batch_size": 9, "epochs": 4, "model": "mlp", "dtype": "float64"}
@@ -83,18 +83,19 @@ ELEMENTWISE = {
 }
 # What sees which parts: flat ones, rows of parameters, some of the parameters.
 SEES = {
-    "dimensions": (decayed_by_dimension, Parts.ELEMENTS),
-    "a slow decay": (decays_slowly, Parts.ELEMENTS),
-    "positions": (first_faster, Parts.ELEMENTS | Parts.LAYERS),
-    "norms": (partial(ByNorm, lr=0.1), Parts.ELEMENTS | Parts.ROWS),
-    "matrices": (torch.optim.Adafactor, Parts.ELEMENTS | Parts.ROWS),
-    "a few": (lambda p: torch.optim.SGD(list(p)[:1]), Parts.ELEMENTS | Parts.LAYERS),
+    "dimensions": (decayed_by_dimension, Division.ELEMENTS),
+    "a slow decay": (decays_slowly, Division.ELEMENTS),
+    "positions": (first_faster, Division.ELEMENTS | Division.LAYERS),
+    "norms": (partial(ByNorm, lr=0.1), Division.ELEMENTS | Division.ROWS),
+    "matrices": (torch.optim.Adafactor, Division.ELEMENTS | Division.ROWS),
+    "a few": (lambda p: torch.optim.SGD(list(p)[:1]), Division.ELEMENTS | Division.LAYERS),
 }
 
 
-@pytest.mark.parametrize(
-    "part", [Parts.ELEMENTS, Parts.ROWS, Parts.LAYERS, Parts.ROWS | Parts.LAYERS, Parts.ALL]
-)
+LAYERS_AND_ROWS = Division.LAYERS | Division.ROWS
+
+
+@pytest.mark.parametrize("part", [*Division, LAYERS_AND_ROWS, Division.NONE])
 def test_an_optimizer_is_refused_where_it_changes_parts_otherwise_than_the_whole(part):
     for name, make in ELEMENTWISE.items():
         assert try_optimizer(name, make, with_empty(), "a technique", part, 0) == ""
@@ -130,7 +131,7 @@ def test_an_optimizer_that_would_train_nothing_is_refused(case):
 
 def test_a_part_of_the_parameters_may_be_trained_and_is_said():
     few = SEES["a few"][0]
-    assert "1 of 6" in try_optimizer("few", few, biased(), "ddp", Parts.ALL, 0)
+    assert "1 of 6" in try_optimizer("few", few, biased(), "ddp", Division.NONE, 0)
 
 
 class Remembering(torch.optim.SGD):
@@ -192,4 +193,4 @@ def test_what_no_checkpoint_would_hold_is_refused_with_checkpoints(change):
             expected = pytest.raises(ValueError, match=NOT_KEPT[change])
         make = partial(Remembering, change=change)
         with expected:
-            try_optimizer("mine", make, biased(), "ddp", Parts.ALL, 0, is_saved=is_saved)
+            try_optimizer("mine", make, biased(), "ddp", Division.NONE, 0, is_saved=is_saved)

@@ -17,7 +17,6 @@ from torch import Tensor
 from labkit.costs.traffic import parameter_server_cost
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.ring import chunk_bounds
-from labkit.strategies.parameter_server import answer_one_by_one
 from labkit.units import format_count
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.compare import agree, beside
@@ -123,6 +122,16 @@ def _in_some_order(case: Case, values: list[Tensor]) -> Found:
             pair = f"{in_words(factors)}, expected {in_words(made_of(expected, parts))}"
             return f"rank {rank} holds {pair}, or so by another order of the workers"
     return None
+
+
+@torch.no_grad()
+def answer_one_by_one(comm: Comm, values: Tensor, lr: float = LR) -> None:
+    """Update the parameters [N] of rank 0 with each push, and answer it at once: not one model."""
+    push = torch.empty_like(values)
+    for worker in range(1, comm.world_size):
+        comm.recv(push, worker)
+        values -= lr * push
+        comm.send(values, worker)
 
 
 # For each worker, in any order: receive [N], ``values -= 0.1 * gradient``, send ``values``.

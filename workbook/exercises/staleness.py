@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit.engine.comm.comm import Comm
-from labkit.schedules.servers import StalenessTracker, in_time
+from labkit.schedules.staleness import StalenessTracker, can_keep_bound
 from workbook.exercises.grader import Case, Check, Target, solved
 from workbook.exercises.grader.compare import agree, beside, plain, short
 from workbook.exercises.grader.exercise import Found
@@ -74,7 +74,7 @@ def bookkeeping(events: Sequence[Event]) -> list[int]:
         for pulled in itertools.product((3, 2, 1, 0), repeat=count)
         for bound in (2, 3, 4)
         # A server that follows the rule meets only situations where no worker is too late already.
-        if max(pulled) <= version and in_time(pulled, version, bound)
+        if max(pulled) <= version and can_keep_bound(pulled, version, bound)
     ],
     mistakes={
         "the rule looks only one update ahead: of two equally stale workers, one has to push "
@@ -94,7 +94,8 @@ def admission(worker: int, version: int, pulled: Mapping[int, int], bound: int) 
 
     ``pulled`` holds the version from which each worker computes its current gradient.
     """
-    return in_time([pulled[other] for other in pulled if other != worker], version + 1, bound)
+    others = [pulled[other] for other in pulled if other != worker]
+    return can_keep_bound(others, version + 1, bound)
 
 
 class _Plan:

@@ -14,6 +14,7 @@ from traitlets import Dict, Int, List, Unicode
 
 from labkit.costs.link import Link
 from labkit.costs.planner import Profile, SplitModel, best_split, predict_split
+from labkit.schedules.pipeline import PIPELINES
 from labkit.schedules.split_points import check_split_points
 from labkit.training.measured import MeasuredSplit, measure_split
 from labkit.units import format_seconds, html_table
@@ -105,7 +106,9 @@ class SplitExplorer(Printed):
         self.link = Dropdown(options=list(self._links), description="link")
         self.micro_batches = SelectionSlider(options=counts, description="micro-batches")
         self.micro_batches.style.description_width = "initial"
-        self.schedule = Dropdown(options=["gpipe", "1f1b"], description="schedule")
+        # Its bars are of one stage per rank, and of whole backwards.
+        drawn = [name for name, p in PIPELINES.items() if not (p.interleaves or p.cuts_backward)]
+        self.schedule = Dropdown(options=drawn, description="schedule")
         self.mode = Dropdown(options=["compute", "bytes"], description="layers by")
         settings = [self.link, self.micro_batches, self.schedule, self.mode]
         for control in settings:
