@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26200,
+    "labkit": 26250,
     "notebooks": 900,
-    "tests": 27800,
+    "tests": 27830,
     "tools": 1685,
     "workbook": 16500,
 }
