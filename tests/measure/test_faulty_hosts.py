@@ -24,7 +24,11 @@ SETTINGS = Settings(every=30, recovery_s=2.0, patience_s=1.0, duration_s=16.0)
 @pytest.mark.slow
 def test_training_goes_on_after_each_fault_as_if_none_had_been():
     run = train_with_faults(FAULTS, SETTINGS)
-    assert run.faults == FAULTS
+    # On a busy machine the last one may come too late.
+    assert len(run.faults) >= 3
+    for fault, planned in zip(run.faults, FAULTS):
+        assert fault == replace(planned, at_s=fault.at_s)
+        assert fault.at_s >= planned.at_s
     assert sorted(run.losses) == list(range(1, len(run.losses) + 1))
     assert all(len(set(losses)) == 1 for losses in run.losses.values())
     # A fault costs at most the steps between two checkpoints.
@@ -91,10 +95,14 @@ def test_what_ranks_have_noted_becomes_spans_and_gaps():
         assert spans[-1] == ("train", 9.0, 10.0)
 
 
-def test_a_fault_in_a_recovery_that_took_too_long_is_no_result():
-    faults = [Fault("kill", 1, 3.5), Fault("kill", 0, 6.5)]
-    with pytest.raises(RuntimeError, match="took longer than recovery_s"):
-        result_of(faults, [noted(2, 3, 4)] * 4, begun_s=10.0)
+@pytest.mark.slow
+def test_a_fault_waits_until_training_goes_on_after_the_one_before():
+    # No recovery is as short as that.
+    settings = Settings(recovery_s=0.1, duration_s=6.0)
+    first, second = train_with_faults(
+        [Fault("kill", 1, 0.6), Fault("kill", 0, 0.8)], settings
+    ).faults
+    assert second.at_s > first.at_s + settings.patience_s
 
 
 def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():

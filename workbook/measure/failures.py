@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ _LIMIT_S = 120.0
 class Fault:
     """A fault of a host: ``kind`` is kill, stop or cut.
 
-    ``at_s`` counts from the first step. A stop or a cut ends after ``lasts_s``.
+    ``at_s`` counts from the first step; until training goes on after the fault before it, a fault
+    is put off. A stop or a cut ends after ``lasts_s``.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class FaultyRun:
     """Record of a run with faults; seconds count from its first step.
 
     Attributes:
-        faults: those that came before its end.
+        faults: those that came before its end, when they came.
         spans: what each rank did, of the kinds train, run again, checkpoint, recover, down, wait.
         num_failures: how often all ranks were started anew; a fault that nobody lost patience
             over is no failure.
@@ -110,8 +111,7 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
     Raises:
         ValueError: two faults are so close that the second would meet a recovery, or one lasts
             longer than that.
-        RuntimeError: training did not come to its end, or a fault met a recovery that took longer
-            than ``recovery_s``.
+        RuntimeError: training did not come to its end.
     """
     settings = settings or Settings()
     faults = sorted(faults, key=lambda fault: fault.at_s)
@@ -131,7 +131,9 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
         folder = Path(name)
         program = [faulty_hosts.__file__, folder, json.dumps(asdict(settings))]
         is_over = threading.Event()
-        injector = threading.Thread(target=_inject, args=(faults, folder, is_over), daemon=True)
+        injected: list[Fault] = []
+        work = (faults, folder, is_over, injected)
+        injector = threading.Thread(target=_inject, args=work, daemon=True)
         with start_agents(
             program,
             hosts=HOSTS,
@@ -153,20 +155,29 @@ def train_with_faults(faults: Sequence[Fault], settings: Settings | None = None)
         if not has_ended or not all(events) or max(ends_s, default=0.0) < settings.duration_s:
             last = "\n".join(lines[-5:])
             raise RuntimeError(f"training with faults did not come to its end:\n{last}")
-        return result_of(faults, events, begun_s)
+        return result_of(injected, events, begun_s)
 
 
-def _inject(faults: Sequence[Fault], folder: Path, is_over: threading.Event) -> None:
-    """Let each fault happen at its time after the first step."""
+def _inject(
+    faults: Sequence[Fault], folder: Path, is_over: threading.Event, injected: list[Fault]
+) -> None:
+    """Let each fault happen at its time after the first step, and note when it did."""
     begun = folder / "begun"
     while not begun.exists():
         if is_over.wait(0.01):
             return
     begun_s = faulty_hosts.read_moment(begun)
+    harmed_until_s = begun_s
     for fault in faults:
         if is_over.wait(max(0.0, begun_s + fault.at_s - time.monotonic())):
             return
+        # On a busy machine a recovery may take longer than it should.
+        while not _has_step_since(harmed_until_s, folder):
+            if is_over.wait(0.02):
+                return
         now_s = time.monotonic()
+        injected.append(replace(fault, at_s=now_s - begun_s))
+        harmed_until_s = now_s if fault.kind == "kill" else now_s + fault.lasts_s
         write_atomically(folder / "fault", repr(now_s).encode())
         if fault.kind == "cut":
             write_atomically(folder / f"cut-{fault.host}", repr(now_s + fault.lasts_s).encode())
@@ -176,6 +187,12 @@ def _inject(faults: Sequence[Fault], folder: Path, is_over: threading.Event) -> 
             _signal_ranks(fault, folder, signal.SIGSTOP)
             is_over.wait(fault.lasts_s)
             _signal_ranks(fault, folder, signal.SIGCONT)
+
+
+def _has_step_since(moment_s: float, folder: Path) -> bool:
+    """Whether rank 0 has begun a step after this moment, and ended it."""
+    noted = _read_events(folder)[0]
+    return any(event["kind"] == "step" and event["start_s"] >= moment_s for event in noted)
 
 
 def _signal_ranks(fault: Fault, folder: Path, number: int) -> None:
@@ -203,10 +220,7 @@ def _read_events(folder: Path) -> list[list[dict[str, Any]]]:
 def result_of(
     faults: Sequence[Fault], events: list[list[dict[str, Any]]], begun_s: float
 ) -> FaultyRun:
-    """Return what the ranks have noted, by rank in the order of time, as a run.
-
-    RuntimeError if a fault came before training went on after the one before it.
-    """
+    """Return what the ranks have noted, by rank in the order of time, as a run."""
     losses: dict[int, list[float]] = {}
     seconds = []
     for event in events[0]:
@@ -215,13 +229,6 @@ def result_of(
             seconds.append(event["end_s"] - event["start_s"])
     end_s = max(event["end_s"] for event in events[0] if event["kind"] == "step")
     met = [fault for fault in faults if fault.at_s < end_s - begun_s]
-    ends_s = [event["end_s"] - begun_s for event in events[0] if event["kind"] == "step"]
-    for before, after in itertools.pairwise(met):
-        if not any(before.at_s < step_end_s <= after.at_s for step_end_s in ends_s):
-            raise RuntimeError(
-                f"the fault at {after.at_s:g} s met the recovery from the one before, which took "
-                "longer than recovery_s: take a larger one, or move the fault"
-            )
     num_failures = sum(event["kind"] == "process" for event in events[0]) - 1
     spans = []
     for rank, noted in enumerate(events):
