@@ -181,9 +181,10 @@ def _check(trace: Trace) -> None:
             "the run again. Or the run has no messages but those of process groups, which are "
             "not recorded"
         )
+    known_ranks = {-1, *trace.ranks}
     for span in trace.spans:
         for src, dst, _ in span.messages:
-            absent = {src, dst} - {-1, *trace.ranks}
+            absent = {src, dst} - known_ranks
             if absent:
                 raise ValueError(f"the trace has no spans of rank {absent.pop()}: give all ranks'")
         if span.kind == "between_hosts":
