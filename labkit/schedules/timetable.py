@@ -120,9 +120,7 @@ def with_hops_beside(
         _, sent = messages_of(action, rank, num_ranks, num_stages, first_trained)
         if sent and sent.peer != rank:
             stage = chunk * num_ranks + rank
-            neighbour = stage + 1 if kind == "forward" else stage - 1
-            receiver = Action(kind, micro_batch, neighbour // num_ranks)
-            received, _ = messages_of(receiver, sent.peer, num_ranks, num_stages, first_trained)
+            received = sent._replace(peer=rank)
             rows[rank].append(((end_s, True, stage), Hop(sent, None)))
             rows[sent.peer].append(((end_s, True, stage), Hop(None, received)))
     return [[step for _, step in sorted(row, key=itemgetter(0))] for row in rows]
