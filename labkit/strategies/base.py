@@ -1,10 +1,10 @@
 """The base of all techniques: the calls of the training loop, and the end of a step.
 
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
-When the gradients of the mean loss are complete, ``update`` ends the step:
+When the gradients are summed over the ranks, ``step`` ends with ``update``, the same for all:
 
-0. **weight**: where the weight of a loss was only known afterwards, gradients are multiplied by
-   what they lack.
+0. **weight**: where the weight of a loss is known only after forward, gradients are multiplied by
+   what they lack, the ``gradient_factor``.
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
    scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
@@ -50,8 +50,8 @@ class Strategy:
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: the kind of number that divides the sum of the losses.
-        correction, step_weight: the factor of this step's gradients, set by ``weigh``, and this
-            rank's part of the weight; None if the weight is the number of samples.
+        step_weight: this rank's part of the weight of the last step's batch; None if it is the
+            number of samples.
         optimizer, trained: this rank's (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: the parameters whose norm another of these ranks counts.
@@ -67,7 +67,6 @@ class Strategy:
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     weighing = Weighing.SAMPLES
-    correction: Tensor | float | None = None
     step_weight: Tensor | float | None = None
     clip_norm: float | None = None
     devices: Sequence[Any] = ()
@@ -95,8 +94,7 @@ class Strategy:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
-        of ``batch_size`` samples, of whose mean loss the update uses the gradient: ``weigh``
-        comes before ``update``.
+        of ``batch_size`` samples, of whose mean loss the update uses the gradient.
         """
         raise NotImplementedError
 
@@ -106,26 +104,27 @@ class Strategy:
         return Precision(self.amp)
 
     @torch.no_grad()
-    def weigh(self, batch_size: int) -> None:
-        """Set ``correction``, which turns (sum of gradients) / ``batch_size`` into the gradient.
+    def gradient_factor(self, batch_size: int) -> Tensor | float | None:
+        """The factor from (sum of gradients) / ``batch_size`` to the gradient of the mean loss.
 
-        Nothing is to be done if the weight of the global batch is its number of samples. If it
-        depends on the data, all ranks of ``comm`` add up theirs, one float64, by
-        ``naive_all_reduce``. A batch that weighs nothing, as all of it is ignored, has no
-        gradient; PyTorch's mean over nothing is NaN, with a gradient of zeros, too.
+        None if the weight of a batch is its number of samples. If it depends on the data, all
+        ranks of ``comm`` add up theirs, one float64, by ``naive_all_reduce``. A batch that weighs
+        nothing, as all of it is ignored, has no gradient; PyTorch's mean over nothing is NaN, with
+        a gradient of zeros, too.
         """
         if self.weighing is Weighing.NOTHING:
-            self.correction = batch_size
-        elif self.weighing is Weighing.DATA and isinstance(self.loss, CountedLoss):
-            self.step_weight = self.loss.take_step()
-            weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-            weight += torch.as_tensor(self.step_weight).to(weight)
-            if self.comm.world_size > 1:
-                naive_all_reduce(self.comm, weight)
-            self.correction = torch.where(weight > 0, batch_size / weight, 0)
+            return batch_size
+        if self.weighing is Weighing.SAMPLES or not isinstance(self.loss, CountedLoss):
+            return None
+        self.step_weight = self.loss.take_step()
+        weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        weight += torch.as_tensor(self.step_weight).to(weight)
+        if self.comm.world_size > 1:
+            naive_all_reduce(self.comm, weight)
+        return torch.where(weight > 0, batch_size / weight, 0)
 
     @torch.no_grad()
-    def update(self) -> bool:
+    def update(self, factor: Tensor | float | None = None) -> bool:
         """End a step: weight, unscale, clip, step; returns False if an overflow has it skipped.
 
         A missing gradient counts as zeros, as in a sum over ranks: an optimizer would leave out
@@ -137,10 +136,10 @@ class Strategy:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-                if isinstance(self.correction, Tensor):
-                    parameter.grad.mul_(self.correction.to(parameter.device))
-                elif self.correction is not None:
-                    parameter.grad.mul_(self.correction)
+                if isinstance(factor, Tensor):
+                    parameter.grad.mul_(factor.to(parameter.device))
+                elif factor is not None:
+                    parameter.grad.mul_(factor)
             scaler = self.precision.scaler
             scaler.unscale(gradients)
             norm = torch.zeros(())

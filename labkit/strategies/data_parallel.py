@@ -72,8 +72,7 @@ class DataParallel(Strategy):
         loss, gradients = self.gather(outputs, targets, batch_size)
         self.parallel("backward", torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
-        self.weigh(batch_size)
-        self.update()
+        self.update(self.gradient_factor(batch_size))
         return loss
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:

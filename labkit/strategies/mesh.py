@@ -160,14 +160,13 @@ class Mesh(Pipeline):
         # The loop adds up what the ranks return, and all of ``tensor`` have computed this loss.
         return loss if self.tensor.rank == 0 else torch.zeros_like(loss)
 
-    def update(self) -> bool:
+    def finish_backward(self) -> None:
         if self.tp > 1:
             self.group.agree(self.trained)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)
             bucket.shared.all_reduce(self.data)
-        return super().update()
 
     def end_epoch(self) -> None:
         broadcast_coalesced(self.data, self.module.buffers())

@@ -29,7 +29,7 @@ from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.staged_model import StagedModel
 from labkit.strategies.traits import Traits
 from labkit.workload.layers import layers_of
 

@@ -87,8 +87,7 @@ class OnShares(Strategy):
         self.optimizer.zero_grad()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.finish_backward()
-        self.weigh(batch_size)
-        self.update()
+        self.update(self.gradient_factor(batch_size))
         return loss
 
     def finish_backward(self) -> None:

@@ -349,8 +349,8 @@ class Sharded(OnShares):
             gradient = flat.shard_gradient if flat.full_gradient is None else flat.full_gradient
             gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
-        self.weigh(batch_size)
-        if self.update() and self.stage < 3:
+        factor = self.gradient_factor(batch_size)
+        if self.update(factor) and self.stage < 3:
             for flat in trained:
                 share_only(self.comm, flat.chunks)
         self._steps += 1
