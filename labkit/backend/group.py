@@ -85,11 +85,11 @@ class LabkitGroup(ProcessGroup):
         # As they are numbered in the run.
         self._ranks = ranks or range(size)
         # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
-        self._comms = {
-            purpose: separate_comm(purpose, store, rank, size, timeout, self._ranks)
-            for purpose in ("collectives", "pairs")
-        }
-        _traffic.extend(comm.transport.sent for comm in self._comms.values())
+        self._comms: dict[str, Comm] = {}
+        for purpose in ("collectives", "pairs"):
+            comm = separate_comm(purpose, store, rank, size, timeout, self._ranks)
+            self._comms[purpose] = comm
+            _traffic.append(comm.transport.sent)
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
         self._num_collectives = 0

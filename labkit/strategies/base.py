@@ -56,7 +56,7 @@ class Strategy:
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: the parameters whose norm another of these ranks counts.
         model: the whole model, on ``comm.device``. A technique that does not hold it there
-            overrides ``run`` or ``predict``, ``full_state`` and ``held``.
+            overrides ``run`` or ``predict``, and ``full_state``.
     """
 
     traits = Traits()
@@ -80,12 +80,6 @@ class Strategy:
     def __post_init__(self) -> None:
         self.devices = [torch.device(name) for name in self.devices]
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run with ``world_size``."""
-
-    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
-        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
-
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate the model, the same on all ranks, and make optimizers."""
         raise NotImplementedError
@@ -102,6 +96,8 @@ class Strategy:
     def precision(self) -> Precision:
         """The dtypes of a forward, and the scale of the loss."""
         return Precision(self.amp)
+
+    # The end of a step, for ``step`` to call.
 
     @torch.no_grad()
     def gradient_factor(self, batch_size: int) -> Tensor | float | None:
@@ -158,12 +154,25 @@ class Strategy:
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients together; a collective call where ranks divide them."""
-        gradients = [p.grad for p in self.trained if p not in self.counted_elsewhere]
-        norm = get_total_norm([g for g in gradients if g is not None and g.numel()]).double()
+        gradients = []
+        for parameter in self.trained:
+            gradient = parameter.grad
+            is_counted = parameter not in self.counted_elsewhere
+            if is_counted and gradient is not None and gradient.numel():
+                gradients.append(gradient)
+        norm = get_total_norm(gradients).double()
         if self.norm_ranks:
             square = norm.square().to(self.comm.device)
             norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()
         return norm
+
+    # What a run asks of a technique.
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError unless this technique can run with ``world_size``."""
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
 
     @property
     def workers(self) -> range:
@@ -207,10 +216,6 @@ class Strategy:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
-
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        """This rank's tensors by the model's names: all of them, and its parameters, each once."""
-        return self.model.state_dict(), dict(self.model.named_parameters())
 
     def start_note(self) -> str:
         """Return a line that a run prints before it starts; "" for none."""

@@ -269,8 +269,10 @@ def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -
     """The buckets of ``bucket_mb`` MiB, each of one dtype, in the order in which they are sent."""
     sizes_bytes = [parameter.nbytes for parameter in parameters]
     dtypes = [parameter.dtype for parameter in parameters]
-    assigned = assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes)
-    return [Bucket(comm, [parameters[i] for i in indices]) for indices in assigned]
+    buckets = []
+    for indices in assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes):
+        buckets.append(Bucket(comm, [parameters[i] for i in indices]))
+    return buckets
 
 
 @dataclass(eq=False)

@@ -30,7 +30,8 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.ddp import make_buckets
 from labkit.strategies.model_parallel import Pipeline
-from labkit.strategies.saved_state import SavedState, State
+from labkit.strategies.saved_state import State
+from labkit.strategies.staged_model import StagedState
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.strategies.traits import Division
@@ -70,7 +71,7 @@ def _shorten(items: list[Any]) -> str:
     return " ".join(map(str, items))
 
 
-class MeshState(SavedState):
+class MeshState(StagedState):
     """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
 
     def collect(self) -> State:

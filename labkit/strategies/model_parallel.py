@@ -57,10 +57,9 @@ class ModelParallelOneProcess(OnShares):
         self.model = model.train()
         layers = layers_of(model)
         bounds = stage_bounds(self.split_points, len(layers))
-        self.stages = [
-            nn.Sequential(*layers[start:end]).to(device)
-            for (start, end), device in zip(bounds, self.devices, strict=True)
-        ]
+        self.stages = []
+        for (start, end), device in zip(bounds, self.devices, strict=True):
+            self.stages.append(nn.Sequential(*layers[start:end]).to(device))
         self.module = self.run
         self.trained = trained_parameters(model)
         self.optimizer = make_optimizer(self.trained)

@@ -25,10 +25,17 @@ from labkit.strategies.activation_meter import ActivationMeter
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.hops import Hops
 from labkit.strategies.partition import Partition
-from labkit.strategies.saved_state import State
+from labkit.strategies.saved_state import SavedState, State
 from labkit.strategies.stage import Stage
 from labkit.strategies.traits import Division, Traits
 from labkit.workload.layers import layers_of, meta_copy
+
+
+class StagedState(SavedState):
+    """The tensors of a rank's own layers."""
+
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        return self.strategy.tensors, self.strategy.parameters
 
 
 @dataclass(eq=False)
@@ -56,6 +63,7 @@ class StagedModel(Strategy):
     split_points: Sequence[int] = ()
     amp: str | None = field(default=None, kw_only=True)
     recompute: bool = field(default=False, kw_only=True)
+    saved_state_class = StagedState
     traits = Traits(takes_whole_batch=True, division=Division.LAYERS)
     stages_per_rank = 1
     cuts_backward = False
@@ -263,9 +271,6 @@ class StagedModel(Strategy):
                 self.stage_comm.send(value, (self.stage_rank + 1) % self.num_ranks)
         self.module.train()
         return value if self.is_last else None
-
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        return self.tensors, self.parameters
 
     def full_state(self) -> State:
         """All stages' parameters and buffers, on every rank: each rank broadcasts its own."""
