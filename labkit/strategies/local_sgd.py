@@ -32,11 +32,7 @@ class LocalSGD:
     """A replica of ``module`` whose parameters are averaged; ``outer_step`` makes it DiLoCo."""
 
     def __init__(
-        self,
-        comm: Comm,
-        module: nn.Module,
-        hierarchical: bool = False,
-        outer_step: "OuterStep | None" = None,
+        self, comm: Comm, module: nn.Module, hierarchical: bool, outer_step: "OuterStep | None"
     ):
         self.comm = comm
         self.module = module

@@ -1,6 +1,6 @@
 """A model on paper: which rank has which layers, and what crosses the cuts between them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,11 +53,26 @@ class Partition:
                 for key in layer.state_dict():
                     self.rank_of[f"{name}.{key}"] = rank
         self.first_trained = trained_stages[0]
-        names = {parameter: name for name, parameter in meta_model.named_parameters()}
-        self.tied: dict[str, list[int]] = {}
-        for parameter, ranks in tied_parameters(layers_by_rank):
-            self.tied[names[parameter]] = ranks
+        self.tied = self._find_tied(layers_by_rank)
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def _find_tied(self, layers_by_rank: Sequence[nn.Module]) -> dict[str, list[int]]:
+        """Return ``tied``; ValueError for a buffer: two ranks cannot both keep its statistics."""
+        ranks_of: dict[Tensor, list[int]] = {}
+        for rank, layers in enumerate(layers_by_rank):
+            for tensor in dict.fromkeys((*layers.parameters(), *layers.buffers())):
+                ranks_of.setdefault(tensor, []).append(rank)
+        names = {parameter: name for name, parameter in self.meta_model.named_parameters()}
+        tied = {}
+        for tensor, ranks in ranks_of.items():
+            if len(ranks) > 1 and tensor not in names:
+                raise ValueError(
+                    f"a buffer {list(tensor.shape)} belongs to layers on stages {ranks}: move a "
+                    "split point, so that one stage has both"
+                )
+            if len(ranks) > 1 and tensor.requires_grad:
+                tied[names[tensor]] = ranks
+        return tied
 
     def stages_of(self, rank: int) -> range:
         """The stages of a rank, by chunk."""
@@ -80,27 +95,3 @@ class Partition:
                 entering.append(torch.empty(shape, dtype=dtype, device="meta"))
             self._boundaries[key] = entering
         return self._boundaries[key][stage]
-
-
-def tied_parameters(
-    layers_by_rank: Sequence[nn.Module],
-) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield the trained parameters that several ranks' layers share, each with these ranks.
-
-    Raises:
-        ValueError: two ranks share a buffer, whose statistics they cannot both keep.
-    """
-    holders: dict[Tensor, list[int]] = {}
-    buffers: set[Tensor] = set()
-    for rank, layers in enumerate(layers_by_rank):
-        buffers.update(layers.buffers())
-        for tensor in dict.fromkeys((*layers.parameters(), *layers.buffers())):
-            holders.setdefault(tensor, []).append(rank)
-    for tensor, ranks in holders.items():
-        if len(ranks) > 1 and tensor in buffers:
-            raise ValueError(
-                f"a buffer {list(tensor.shape)} belongs to layers on stages {ranks}: move a split "
-                "point, so that one stage has both"
-            )
-        if len(ranks) > 1 and tensor.requires_grad:
-            yield tensor, ranks

@@ -4,18 +4,54 @@ Autograd sees no messages: the graph of a micro-batch begins with a leaf, the te
 the stage, and ends with a tensor whose gradient is passed to backward.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.activation_meter import ActivationMeter
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.strategies.precision import Precision
 from labkit.strategies.recompute import ForwardState
-from labkit.workload.layers import NonLeaf
+from labkit.workload.layers import HeldBytes, NonLeaf
+
+
+class ActivationMeter:
+    """Measures ``peak_bytes``, the most bytes that a rank keeps for backwards at one time.
+
+    They are counted by stage and micro-batch, the ``key``. The parameters and buffers of
+    ``module`` do not count. When ``is_on`` is False nothing is counted, and the peak stays.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.is_on = True
+        self.peak_bytes = 0
+        self.counters: dict[tuple[int, int], Any] = {}
+
+    def counting(self) -> Any:
+        """A context in which a ``HeldBytes`` counts what forwards keep; None if it is off."""
+        if self.is_on:
+            return HeldBytes(self.module)
+        return contextlib.nullcontext()
+
+    def add(self, key: tuple[int, int], counter: Any) -> None:
+        """Count the ``num_bytes`` of a ``HeldBytes`` or ``LayerGraphs`` until ``remove``."""
+        if self.is_on:
+            self.counters[key] = counter
+
+    def remove(self, key: tuple[int, int]) -> None:
+        """Stop counting what a backward has freed."""
+        self.counters.pop(key, None)
+
+    def note_peak(self) -> None:
+        """Compare what is kept now with the peak so far."""
+        if self.is_on:
+            live_bytes = sum(counter.num_bytes for counter in self.counters.values())
+            self.peak_bytes = max(self.peak_bytes, live_bytes)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,10 +125,13 @@ class Stage:
         state = ForwardState(self.layers, self.comm.device)
         self.states[micro_batch] = state
         # A copy, because the first layer may work in place.
-        with torch.no_grad():
+        with torch.no_grad(), self.meter.counting() as counter:
             leaving = self.run(entering.clone())
-        copies = [copy for _, _, copy in state.buffers]
-        self.meter.add_tensors((self.index, micro_batch), [entering, *copies])
+        if counter:
+            counter.keep(entering)
+            for _, _, copied in state.buffers:
+                counter.keep(copied)
+        self.meter.add((self.index, micro_batch), counter)
         return leaving
 
     def _forward_with_graph(self, micro_batch: int) -> Tensor:

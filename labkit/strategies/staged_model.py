@@ -21,12 +21,11 @@ from labkit.collectives import broadcast, naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import Action, Hop, messages_of
 from labkit.schedules.timetable import instructions
-from labkit.strategies.activation_meter import ActivationMeter
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.hops import Hops
 from labkit.strategies.partition import Partition
 from labkit.strategies.saved_state import SavedState, State
-from labkit.strategies.stage import Stage
+from labkit.strategies.stage import ActivationMeter, Stage
 from labkit.strategies.traits import Division, Traits
 from labkit.workload.layers import layers_of, meta_copy
 
@@ -163,7 +162,7 @@ class StagedModel(Strategy):
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         self.hops = Hops(self.stage_comm, beside=self.hops_beside)
-        self.meter.clear()
+        self.meter.counters.clear()
         for stage in self.stages:
             stage.start_step(targets.tensor_split(max(1, count)))
         for parameter in self.trained:
