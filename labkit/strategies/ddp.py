@@ -18,7 +18,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -204,10 +204,9 @@ class BucketedDDP(NaiveDDP):
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue an all-reduce; one that is waited for may run in this thread."""
+        reduce: Callable[[Comm], object] = partial(bucket.shared.all_reduce, op=self.op)
         if self.hierarchical:
             reduce = partial(fast_hierarchical_all_reduce, tensor=bucket.flat, op=self.op)
-        else:
-            reduce = partial(bucket.shared.all_reduce, op=self.op)
         tensors = [bucket.flat]
         queue = work_queue_of(self.comm)
         work = queue.add("all_reduce", reduce, tensors, tensors, is_waited_for)

@@ -62,7 +62,9 @@ class Partition:
         for rank, layers in enumerate(layers_by_rank):
             for tensor in dict.fromkeys((*layers.parameters(), *layers.buffers())):
                 ranks_of.setdefault(tensor, []).append(rank)
-        names = {parameter: name for name, parameter in self.meta_model.named_parameters()}
+        names: dict[Tensor, str] = {}
+        for name, parameter in self.meta_model.named_parameters():
+            names[parameter] = name
         tied = {}
         for tensor, ranks in ranks_of.items():
             if len(ranks) > 1 and tensor not in names:

@@ -94,14 +94,15 @@ class StagedModel(Strategy):
         """Keep this rank's layers, and move them to its device."""
         partition = self.partition
         layers = layers_of(model)
-        self.module = nn.Sequential()
+        own_layers = []
         for index in partition.stages_of(self.stage_rank):
             start, end = partition.bounds[index]
-            self.module.append(nn.Sequential(*layers[start:end]))
+            own_layers.append(nn.Sequential(*layers[start:end]))
+        self.module = nn.Sequential(*own_layers)
         self.module.to(self.comm.device).train()
         self.meter = ActivationMeter(self.module)
         self.stages = []
-        for index, stage_layers in zip(partition.stages_of(self.stage_rank), self.module):
+        for index, stage_layers in zip(partition.stages_of(self.stage_rank), own_layers):
             stage = Stage(
                 layers=stage_layers,
                 index=index,
