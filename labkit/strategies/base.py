@@ -11,6 +11,8 @@ When the gradients are summed over the ranks, ``step`` ends with ``update``, the
    ``clip_norm`` / (norm + 1e-6). Where ranks divide them, they add up the squares of their norms.
 3. **step**: the optimizer changes the parameters.
 
+(Clipping by value would be another step 2, which needs no norm and no message.)
+
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; for fp16 see ``precision``.
 """

@@ -72,7 +72,8 @@ class DataParallel(Strategy):
         loss, gradients = self.gather(outputs, targets, batch_size)
         self.parallel("backward", torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
-        self.update(self.gradient_factor(batch_size))
+        factor = self.gradient_factor(batch_size)
+        self.update(factor)
         return loss
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:

@@ -203,7 +203,11 @@ class BucketedDDP(NaiveDDP):
             self._launch(bucket)
 
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
-        """Queue an all-reduce; one that is waited for may run in this thread."""
+        """Queue the all-reduce of a bucket; one that is waited for may run in this thread.
+
+        ``reduce`` is what changes the bucket: to send it in fewer bytes, take another function
+        (``labkit.collectives.compressed``).
+        """
         reduce: Callable[[Comm], object] = partial(bucket.shared.all_reduce, op=self.op)
         if self.hierarchical:
             reduce = partial(fast_hierarchical_all_reduce, tensor=bucket.flat, op=self.op)

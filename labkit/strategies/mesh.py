@@ -163,7 +163,7 @@ class Mesh(Pipeline):
 
     def finish_backward(self) -> None:
         if self.tp > 1:
-            self.group.agree(self.trained)
+            self.group.reduce_shared_gradients(self.trained)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)

@@ -132,7 +132,8 @@ class Pipeline(StagedModel):
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first; ``1f1b``, which holds fewer activations;
             ``zero_bubble``, which cuts a backward in two; ``interleaved``, with several stages on
-            each rank. Messages of the last two move beside the rank's work.
+            each rank. Messages of the last two move beside the rank's work. One of your own is a
+            row of ``schedules.pipeline.PIPELINES``.
         stages_per_rank: V, of ``interleaved``; 2 by default.
     """
 

@@ -52,6 +52,7 @@ class OnShares(Strategy):
             context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
         loss_factor: a factor of the loss, where gradients are divided once more.
+        ended_empty: whether this rank's last micro-batch had no samples, so that no backward ran.
         expert_layers: whose balance losses are added to the loss, but not to what is reported.
     """
 
@@ -87,7 +88,8 @@ class OnShares(Strategy):
         self.optimizer.zero_grad()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.finish_backward()
-        self.update(self.gradient_factor(batch_size))
+        factor = self.gradient_factor(batch_size)
+        self.update(factor)
         return loss
 
     def finish_backward(self) -> None:

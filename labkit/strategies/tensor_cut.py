@@ -171,7 +171,7 @@ class TensorGroup:
             elif isinstance(layer, Embeddings):
                 entries = Cut(0, self.sizes(len(layer.token.weight)))
                 self.cut_layer(layer, CutEmbeddings)
-                layer.token.weight = self._shard_of(layer.get_parameter("token.weight"), entries)
+                layer.token.weight = self._make_shard(layer.get_parameter("token.weight"), entries)
             elif isinstance(layer, Head):
                 self.classes = self.sizes(len(layer.weight))
                 self.cut_layer(layer, CutHead, weight=Cut(0, self.classes))
@@ -184,10 +184,10 @@ class TensorGroup:
         layer.__class__ = cut_class
         layer.__dict__["group"] = self  # not as a submodule
         for name, cut in cuts.items():
-            setattr(layer, name, self._shard_of(layer.get_parameter(name), cut))
+            setattr(layer, name, self._make_shard(layer.get_parameter(name), cut))
 
-    def _shard_of(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-        """This rank's shard of a parameter; the same one again if layers share the parameter."""
+    def _make_shard(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        """Cut out this rank's shard; the same one again if layers share the parameter."""
         if parameter not in self._shards:
             values = cut.shard(parameter.detach(), self.comm.rank).clone()
             shard = nn.Parameter(values, parameter.requires_grad)
@@ -195,7 +195,7 @@ class TensorGroup:
             self.cuts[shard] = cut
         return self._shards[parameter]
 
-    def agree(self, trained: Sequence[nn.Parameter]) -> None:
+    def reduce_shared_gradients(self, trained: Sequence[nn.Parameter]) -> None:
         """After a backward, give the parameters that all ranks have the same gradients.
 
         With sequence parallelism each rank has the terms of its own positions. Otherwise all have
