@@ -19,6 +19,7 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
+    submodules={"operations"},
     submod_attrs={
         "chosen": ["all_reduce", "ddp_hook", "use"],
         "group": ["LabkitGroup", "sent"],

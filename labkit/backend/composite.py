@@ -14,36 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from labkit.backend.group import LabkitGroup
+from labkit.backend.operations import METHODS
 
 # Methods that PyTorch hands to the backend of their tensors, or of the device that they are given.
 BY_DEVICE = (
-    "_start_coalescing",
-    "_end_coalescing",
-    "allreduce",
-    "allreduce_coalesced",
-    "broadcast",
-    "reduce",
-    "allgather",
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "_allgather_base",
-    "allgather_into_tensor_coalesced",
-    "gather",
-    "gather_single",
-    "gather_into_tensor",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "alltoall_base",
+    *METHODS,
     "send",
     "recv",
     "recv_anysource",
+    "_start_coalescing",
+    "_end_coalescing",
 )
 
 

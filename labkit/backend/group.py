@@ -20,18 +20,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from labkit import collectives
-from labkit.backend.chosen import all_reduce
 from labkit.backend.mailbox import Mailbox
-from labkit.backend.reductions import reduction_of, scaled
-from labkit.collectives.common import check_fits, check_one_per_rank
+from labkit.backend.operations import METHODS, Call
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.rendezvous import separate_comm
 from labkit.engine.comm.transport import Traffic
@@ -42,8 +37,6 @@ getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("labkit
 
 # Untyped: the overloads of the C++ class in PyTorch's stubs do not apply to a group in Python.
 ProcessGroup: Any = dist.ProcessGroup
-
-Tensors = list[Tensor]
 
 # How long the end of the program waits for a thread that is inside a learner's function.
 _LAST_PATIENCE_S = 2.0
@@ -62,9 +55,9 @@ def sent() -> tuple[int, int]:
 class LabkitGroup(ProcessGroup):
     """A process group whose collectives are ``labkit.collectives``, for CPU tensors.
 
-    It implements the methods of PyTorch's ``ProcessGroup``, which determines their number, their
-    names and the lists that they take. Each checks its arguments, queues the collective, and
-    returns its ``Work``.
+    It implements the methods of PyTorch's ``ProcessGroup``, which determines their names and the
+    lists that they take. A collective (``labkit.backend.operations``) checks its arguments, is
+    queued, and returns its ``Work``.
 
     Raises (from the method): ValueError for what is not supported. (From ``wait`` of the ``Work``
     returned): MismatchError when the ranks call different collectives, PeerLostError when a rank
@@ -92,11 +85,11 @@ class LabkitGroup(ProcessGroup):
         # As they are numbered in the run.
         self._ranks = ranks or range(size)
         # Messages of an edge are first in, first out, so each kind of traffic has its own Comm.
-        self._comms = {
-            purpose: separate_comm(purpose, store, rank, size, timeout, self._ranks)
-            for purpose in ("collectives", "pairs")
-        }
-        _traffic.extend(comm.transport.sent for comm in self._comms.values())
+        self._comms: dict[str, Comm] = {}
+        for purpose in ("collectives", "pairs"):
+            comm = separate_comm(purpose, store, rank, size, timeout, self._ranks)
+            self._comms[purpose] = comm
+            _traffic.append(comm.transport.sent)
         self._queues: dict[tuple[Any, ...], WorkQueue] = {}
         self._starting = threading.Lock()
         self._num_collectives = 0
@@ -107,8 +100,7 @@ class LabkitGroup(ProcessGroup):
         self._mailbox = Mailbox(peers, queue_of_edge, timeout.total_seconds())
         _live.add(self)
 
-    # The signatures below are PyTorch's. ``opts`` has rootRank, reduceOp and asyncOp, where there
-    # are such; the ``single`` methods take a tensor where the others take a list of its P parts.
+    # The signatures below are PyTorch's. The collectives are added from the table ``METHODS``.
 
     def getBackendName(self):
         return "labkit"
@@ -155,34 +147,30 @@ class LabkitGroup(ProcessGroup):
         group.group_desc = group_desc or ""
         return group
 
-    def _queue_of(self, *key: Any) -> WorkQueue:
-        """Return the queue of ("collectives",) or ("pairs", "to" or "from", a peer)."""
+    def _comm(self, purpose: str) -> Comm:
         if not self._comms:
             raise ValueError("this process group was destroyed: make another with new_group")
+        return self._comms[purpose]
+
+    def _queue_of(self, *key: Any) -> WorkQueue:
+        """Return the queue of ("collectives",) or ("pairs", "to" or "from", a peer)."""
+        comm = self._comm(key[0])
         with self._starting:
             if key not in self._queues:
                 name = "-".join(["labkit", *map(str, key)])
-                comm = self._comms[key[0]]
                 self._queues[key] = WorkQueue(name, comm, self._timeout.total_seconds())
             return self._queues[key]
 
-    def _queue(
-        self,
-        name: str,
-        operation: Callable[[Comm], object],
-        inputs: Tensors,
-        opts: Any,
-        result: Tensors | None = None,
-    ) -> Work:
+    def _queue(self, call: Call) -> Work:
         """Queue a collective, or carry it out at once when PyTorch is going to wait for it."""
-        is_waited_for = not getattr(opts, "asyncOp", True)
-        if result is None:
-            result = inputs
-        if any(tensor.is_sparse for tensor in inputs):
+        is_waited_for = not getattr(call.opts, "asyncOp", True)
+        name = call.name
+        if any(tensor.is_sparse for tensor in call.inputs):
             name = f"sparse_{name}"
         self._num_collectives += 1
         queue = self._queue_of("collectives")
-        return self._add_to_coalesced(queue.add(name, operation, inputs, result, is_waited_for))
+        work = queue.add(name, lambda _: call.run(), call.inputs, call.outputs, is_waited_for)
+        return self._add_to_coalesced(work)
 
     def _add_to_coalesced(self, work: Work) -> Work:
         if self._coalesced is not None:
@@ -212,117 +200,8 @@ class LabkitGroup(ProcessGroup):
             if "from" not in key:
                 queue.add("", lambda comm: None, [], []).wait()
 
-    def allreduce(self, tensors, opts=None):
-        ops = [reduction_of(opts, tensor) for tensor in tensors]
-
-        def operation(comm: Comm) -> None:
-            for tensor, op in zip(tensors, ops):
-                total = all_reduce(comm, scaled(tensor, opts), op)
-                tensor.copy_(total)
-
-        return self._queue("all_reduce", operation, tensors, opts)
-
-    allreduce_coalesced = allreduce
-
-    def broadcast(self, tensors, opts):
-        operation = partial(collectives.broadcast, tensor=tensors[0], root=opts.rootRank)
-        return self._queue("broadcast", operation, tensors, opts)
-
-    def reduce(self, tensors, opts):
-        (tensor,) = tensors
-        op = reduction_of(opts, tensor)
-
-        def operation(comm: Comm) -> None:
-            total = collectives.reduce(comm, scaled(tensor, opts), opts.rootRank, op)
-            if comm.rank == opts.rootRank:
-                tensor.copy_(total)
-
-        return self._queue("reduce", operation, tensors, opts)
-
-    def allgather(self, outputs, tensors, opts=None):
-        """Gather each of the ``tensors`` of all ranks into its P outputs."""
-        return self._gather("all_gather", collectives.all_gather, outputs, tensors, opts)
-
-    def allgather_coalesced(self, output_lists, tensors, opts=None):
-        # output_lists[rank][i] takes what that rank has in tensors[i].
-        return self.allgather(list(zip(*output_lists)), tensors, opts)
-
-    def all_gather_single(self, output, tensor, opts=None):
-        return self.all_gather_single_coalesced([output], [tensor], opts)
-
-    def all_gather_single_coalesced(self, outputs, tensors, opts=None):
-        return self.allgather(self._parts(outputs, tensors), tensors, opts)
-
-    def gather(self, outputs, tensors, opts):
-        function = partial(collectives.gather, root=opts.rootRank)
-        return self._gather("gather", function, outputs, tensors, opts)
-
-    def gather_single(self, output, tensor, opts):
-        is_root = self.rank() == opts.rootRank
-        return self.gather(self._parts([output], [tensor]) if is_root else [], [tensor], opts)
-
-    def _gather(self, name, function, outputs, tensors, opts):
-        for targets, tensor in zip(outputs, tensors):
-            check_one_per_rank(self._comms["collectives"], targets, "output tensors")
-            for target in targets:
-                check_fits(tensor, target, "the tensor that every rank sends")
-
-        def operation(comm: Comm) -> None:
-            for number, tensor in enumerate(tensors):
-                gathered = function(comm, tensor)
-                if gathered is not None:  # ``gather`` returns nothing but on the root
-                    for target, values in zip(outputs[number], gathered):
-                        target.copy_(values)
-
-        return self._queue(name, operation, tensors, opts, list(chain.from_iterable(outputs)))
-
-    def scatter(self, outputs, inputs, opts):
-        shares = inputs[0] if inputs else []
-        root = opts.rootRank
-        operation = partial(collectives.scatter, tensors=shares, out=outputs[0], root=root)
-        return self._queue("scatter", operation, shares, opts, outputs)
-
-    def reduce_scatter(self, outputs, inputs, opts):
-        """Reduce each output's P inputs over all ranks; the output gets this rank's share."""
-        ops = [reduction_of(opts, output) for output in outputs]
-        for output, shares in zip(outputs, inputs):
-            # A copy would convert and broadcast.
-            check_fits(shares[self.rank()], output, "this rank's share of the inputs")
-
-        def operation(comm: Comm) -> None:
-            for output, shares, op in zip(outputs, inputs, ops):
-                scaled_shares = [scaled(share, opts) for share in shares]
-                output.copy_(collectives.reduce_scatter(comm, scaled_shares, op))
-
-        shares = list(chain.from_iterable(inputs))
-        return self._queue("reduce_scatter", operation, shares, opts, outputs)
-
-    def reduce_scatter_single(self, output, tensor, opts):
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
-
-    def reduce_scatter_single_coalesced(self, outputs, tensors, opts):
-        return self.reduce_scatter(outputs, self._parts(tensors, outputs), opts)
-
-    def alltoall(self, outputs, inputs, opts=None):
-        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
-        return self._queue("all_to_all", operation, inputs, opts, outputs)
-
-    def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
-        # Without splits, P equal parts.
-        output_splits = output_splits or [len(output) // self.size()] * self.size()
-        input_splits = input_splits or [len(tensor) // self.size()] * self.size()
-        outputs = list(output.split(output_splits))
-        inputs = list(tensor.split(input_splits))
-        operation = partial(collectives.all_to_all, tensors=inputs, out=outputs)
-        return self._queue("all_to_all", operation, [tensor], opts, [output])
-
-    def _parts(self, tensors: Tensors, parts: Tensors) -> list[Tensors]:
-        """View each tensor as P tensors of the shape of its part."""
-        pairs = zip(tensors, parts)
-        return [list(tensor.view(self.size(), *part.shape).unbind()) for tensor, part in pairs]
-
     def barrier(self, opts=None):
-        return self._queue("barrier", Comm.barrier, [], opts)
+        return self._queue(Call("barrier", self._comm("collectives").barrier, [], [], opts))
 
     def monitored_barrier(self, timeout=None, wait_all_ranks=False):
         """Wait until all ranks have come; the error names the first that has not, or all.
@@ -358,14 +237,6 @@ class LabkitGroup(ProcessGroup):
     def recv_anysource(self, tensors, tag):
         return self.recv(tensors, None, tag)
 
-    # Older names of the same methods.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-    gather_into_tensor = gather_single
-
     def shutdown(self, patience_s: float | None = None) -> None:
         """End the threads after all queued operations; PyTorch calls this to destroy the group.
 
@@ -391,6 +262,18 @@ class LabkitGroup(ProcessGroup):
         """End the group at once, without its queued operations."""
         self.shutdown(_LAST_PATIENCE_S)
 
+
+def _method(prepare: Callable[..., Call]) -> Callable[..., Work]:
+    """Return a method of ``LabkitGroup`` that checks its arguments, and queues the collective."""
+
+    def method(self: LabkitGroup, *args: Any, **options: Any) -> Work:
+        return self._queue(prepare(self._comm("collectives"), *args, **options))
+
+    return method
+
+
+for _name, _prepare in METHODS.items():
+    setattr(LabkitGroup, _name, _method(_prepare))
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()
 # A forked child is not a rank: its exit must not end the queues of the rank.

@@ -93,7 +93,8 @@ class TorchDDP(OnShares):
         self.no_sync = self.module.no_sync
         self.runs_empty = True
         # In fp16 a loss P times as large would overflow sooner than on one device.
-        self.factor = 1 if self.precision.scaler.enabled else comm.world_size
+        if not self.precision.scaler.enabled:
+            self.loss_factor = comm.world_size
 
     def finish_backward(self) -> None:
         if self.precision.scaler.enabled:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from labkit.engine.comm.comm import Comm
 from labkit.strategies.base import MakeOptimizer
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.staged_model import StagedModel
 from labkit.units import check_choice
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -49,7 +49,7 @@ class TorchPipeline(StagedModel):
         count = min(self.micro_batches, len(targets))
         while count > 1 and len(targets) % count:
             count -= 1
-        self.start(inputs, targets, batch_size, count)
+        self.start_step(inputs, targets, batch_size, count)
         key = count, inputs.shape, inputs.dtype
         if key not in self._prepared:
             self._prepared[key] = self._schedule(count, inputs)
@@ -57,25 +57,26 @@ class TorchPipeline(StagedModel):
         target = targets if self.is_last else None
         with self.comm.span("communicate"):
             self._prepared[key].step(*entering, target=target, return_outputs=False)
-        self.update()
+        self.end_step()
         return self.loss_sum
 
     def _schedule(self, count: int, inputs: Tensor) -> Any:
         """Return PyTorch's schedule of ``count`` micro-batches, for a batch of this shape."""
         # PyTorch could find the shapes by a pass, which would change BatchNorm's averages.
         micro_batch = inputs[: len(inputs) // count]
-        entering = self.boundary(micro_batch, self.stage_rank).detach()
-        leaving = self.boundary(micro_batch, self.stage_rank + 1).detach()
+        partition = self.partition
+        entering = partition.boundary(micro_batch, self.stage_rank).detach()
+        leaving = partition.boundary(micro_batch, self.stage_rank + 1).detach()
         stage = _TracedStage(
             _Layers(self),
             self.stage_rank,
-            self.num_stages,
+            partition.num_stages,
             self.comm.device,
-            input_args=entering.requires_grad_(self.stage_rank > self.first_trained),
-            output_args=leaving.requires_grad_(self.stage_rank >= self.first_trained),
+            input_args=entering.requires_grad_(self.stage_rank > partition.first_trained),
+            output_args=leaving.requires_grad_(self.stage_rank >= partition.first_trained),
         )
         stage.comm = self.comm
-        name = self.schedule if count >= self.num_stages else "gpipe"
+        name = self.schedule if count >= partition.num_stages else "gpipe"
         # The loss is a sum over samples already: do not divide by the number of micro-batches.
         return _SCHEDULES[name](stage, count, self.scaled_loss, scale_grads=False)
 

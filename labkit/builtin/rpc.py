@@ -106,7 +106,7 @@ class RpcParameterServer(ByRpc, ParameterServer):
                 self.parameters[start:end] = answer_of(server, future)
 
     @torch.no_grad()
-    def serve(self) -> None:
+    def serve(self, factor: Tensor | float | None) -> None:
         with self.comm.span("push"):
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             pushes = sorted((_pushes.get() for _ in self.peers), key=lambda push: push[0])
@@ -116,7 +116,7 @@ class RpcParameterServer(ByRpc, ParameterServer):
                     self.slice_gradient.copy_(gradient)
                 else:
                     self.slice_gradient.add_(gradient)
-        self.update()
+        self.update(factor)
         # The values change only after every worker has pushed again, so no copy is needed.
         for _, answer, _ in pushes:
             answer.set_result(self.slice.cpu())

@@ -93,7 +93,9 @@ class TorchSharded(TorchDDP):
         if self.stage == 1:
             return
         for shard, parameter in zip(self.trained, self.divided):
-            shard.grad = None if parameter.grad is None else parameter.grad.to_local()
+            shard.grad = None
+            if parameter.grad is not None:
+                shard.grad = parameter.grad.to_local()
             parameter.grad = None
 
     def full_state(self) -> State:
@@ -118,6 +120,13 @@ def shard_units(model: nn.Module, units: Sequence[nn.Module], **options: Any) ->
 
 def unshared_layers(model: nn.Module) -> list[nn.Module]:
     """The layers with parameters, none of which another layer has."""
-    layers = [layer for layer in layers_of(model) if any(True for _ in layer.parameters())]
-    counts = Counter(p for layer in layers for p in dict.fromkeys(layer.parameters()))
-    return [layer for layer in layers if all(counts[p] == 1 for p in layer.parameters())]
+    layers = layers_of(model)
+    num_users: Counter[nn.Parameter] = Counter()
+    for layer in layers:
+        num_users.update(set(layer.parameters()))
+    unshared = []
+    for layer in layers:
+        most = max((num_users[parameter] for parameter in layer.parameters()), default=0)
+        if most == 1:
+            unshared.append(layer)
+    return unshared

@@ -274,8 +274,8 @@ def model_parallel_cost(
     # Each micro-batch is sent once over each cut, so each cut carries the whole batch.
     cuts = set()
     for message in sent:
-        stage = message.chunk * num_ranks + rank
-        cuts.add((message.kind, stage if message.kind == "activation" else stage - 1))
+        receiver = message.chunk * num_ranks + message.peer
+        cuts.add((message.kind, receiver - 1 if message.kind == "activation" else receiver))
     num_bytes = batch_size * sum(cut_bytes_per_sample[cut] for _, cut in cuts)
     return Cost(len(hops), len(sent), num_bytes)
 

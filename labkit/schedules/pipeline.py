@@ -34,7 +34,8 @@ class Action(NamedTuple):
 class Message(NamedTuple):
     """A tensor that crosses a cut between stages: an ``activation``, or the ``gradient`` of one.
 
-    ``chunk`` is that of the stage at this end.
+    ``peer`` is the rank at the other end; ``chunk`` is that of the stage that receives it, on both
+    ranks.
     """
 
     kind: str
@@ -284,17 +285,20 @@ def messages_of(
 
     The peer is the rank itself if it has the next stage, too: nothing is sent.
     """
-    kind, micro_batch, chunk = action
-    if kind == "backward_weight":
+    if action.kind == "backward_weight":
         return None, None
-    is_forward = kind == "forward"
-    kind = "activation" if is_forward else "gradient"
-    direction = 1 if is_forward else -1
-    stage = chunk * num_ranks + rank
-    source, target = stage - direction, stage + direction
+    stage = action.chunk * num_ranks + rank
+    if action.kind == "forward":
+        kind = "activation"
+        source, target = stage - 1, stage + 1
+        is_sent = target < num_stages
+    else:
+        kind = "gradient"
+        source, target = stage + 1, stage - 1
+        is_sent = target >= first_trained
     needed = made = None
     if 0 <= source < num_stages:
-        needed = Message(kind, micro_batch, source % num_ranks, chunk)
-    if 0 <= target < num_stages and (is_forward or target >= first_trained):
-        made = Message(kind, micro_batch, target % num_ranks, chunk)
+        needed = Message(kind, action.micro_batch, source % num_ranks, action.chunk)
+    if is_sent:
+        made = Message(kind, action.micro_batch, target % num_ranks, target // num_ranks)
     return needed, made

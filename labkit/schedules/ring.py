@@ -107,7 +107,7 @@ def ring_contributions(world_size: int) -> list[list[list[frozenset[int]]]]:
     State 0 is the start, and each of the 2 (P - 1) steps adds one state.
     """
     ranks = range(world_size)
-    held = [[frozenset({rank}) for _ in ranks] for rank in ranks]
+    held = [[frozenset({rank})] * world_size for rank in ranks]
     states = [[list(row) for row in held]]
     streams = [ring_all_reduce(rank, world_size) for rank in ranks]
     for steps in zip(*streams):

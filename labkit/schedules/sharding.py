@@ -51,7 +51,10 @@ def sharded_pass(
 
     ``trained`` are the flats that get gradients. Backward ends with the first unit that uses one.
     """
-    owned = [[flat for flat in flats if flat in trained] for flats in first_uses(uses)]
+    # By unit, the flats whose gradients are complete when backward has left it.
+    owned = []
+    for flats in first_uses(uses):
+        owned.append([flat for flat in flats if flat in trained])
     # Two units behind the last one make the ends of the loop like its middle.
     owned += [[], []]
     trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]

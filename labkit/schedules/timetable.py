@@ -4,6 +4,7 @@ Symbols: P ranks, V stages per rank; stage c P + r is chunk c of rank r.
 """
 
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -68,7 +69,9 @@ def predicted_slots(
             while actions:
                 kind, micro_batch, chunk = actions[0]
                 stage = chunk * num_ranks + rank
-                start_s = slots[rank][-1].end_s if slots[rank] else 0.0
+                start_s = 0.0
+                if slots[rank]:
+                    start_s = slots[rank][-1].end_s
                 for needed, transfer_s in _inputs(kind, stage, hop_s).items():
                     arrival_s = ends_s.get((*needed, micro_batch), math.inf) + transfer_s
                     start_s = max(start_s, arrival_s)
@@ -81,7 +84,7 @@ def predicted_slots(
         if len(ends_s) == num_done:
             stuck = [f"stage {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
             raise ValueError(f"these streams can never finish: {', '.join(stuck)}")
-    return [slot for row in slots for slot in row]
+    return list(itertools.chain.from_iterable(slots))
 
 
 def _inputs(kind: str, stage: int, hop_s: Sequence[float]) -> dict[tuple[str, int], float]:
@@ -108,24 +111,29 @@ def with_hops_beside(
     made; an action waits for what it needs.
     """
     num_ranks = len(streams)
-    num_chunks = 1 + max((action.chunk for row in streams for action in row), default=0)
+    num_chunks = 1
+    for actions in streams:
+        for action in actions:
+            num_chunks = max(num_chunks, action.chunk + 1)
     num_stages = num_ranks * num_chunks
     slots = predicted_slots(streams, [1.0] * num_stages, [2.0] * num_stages)
     # By rank: its instructions, each with the time of its end. What an action makes is sent after
     # it, and of several messages made at one time that of the lowest stage is the first.
-    rows = [list[tuple[tuple[Any, ...], Action | Hop]]() for _ in streams]
+    rows: list[list[tuple[tuple[Any, ...], Action | Hop]]] = [[] for _ in streams]
     for rank, kind, micro_batch, _, end_s, chunk in slots:
         action = Action(kind, micro_batch, chunk)
         rows[rank].append(((end_s, False), action))
         _, sent = messages_of(action, rank, num_ranks, num_stages, first_trained)
         if sent and sent.peer != rank:
             stage = chunk * num_ranks + rank
-            neighbour = stage + 1 if kind == "forward" else stage - 1
-            receiver = Action(kind, micro_batch, neighbour // num_ranks)
-            received, _ = messages_of(receiver, sent.peer, num_ranks, num_stages, first_trained)
+            received = sent._replace(peer=rank)
             rows[rank].append(((end_s, True, stage), Hop(sent, None)))
             rows[sent.peer].append(((end_s, True, stage), Hop(None, received)))
-    return [[step for _, step in sorted(row, key=itemgetter(0))] for row in rows]
+    programs = []
+    for row in rows:
+        row.sort(key=itemgetter(0))
+        programs.append([instruction for _, instruction in row])
+    return programs
 
 
 @functools.cache

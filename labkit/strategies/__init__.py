@@ -1,7 +1,7 @@
 """The techniques; only the mesh imports others, and none of them the training loop.
 
 A file has the name of its technique, but for a model that is cut into stages, with or without a
-pipeline (``model_parallel``, on ``stage`` and ``hops``), and for one device (``on_shares``).
+pipeline (``model_parallel``, on ``staged_model``), and for one device (``on_shares``).
 """
 
 import importlib

@@ -1,15 +1,17 @@
 """The base of all techniques: the calls of the training loop, and the end of a step.
 
 A technique defines ``setup`` and ``step``, and overrides other calls only where it differs.
-When the gradients of the mean loss are complete, ``update`` ends the step:
+When the gradients are summed over the ranks, ``step`` ends with ``update``, the same for all:
 
-0. **weight**: where the weight of a loss was only known afterwards, gradients are multiplied by
-   what they lack.
+0. **weight**: where the weight of a loss is known only after forward, gradients are multiplied by
+   what they lack, the ``gradient_factor``.
 1. **unscale**: in fp16, gradients below 6e-8 would become zero, so the loss was multiplied by a
    scale, and now the gradients are divided by it. If one is not finite, the update is skipped.
 2. **clip**: if the norm of all gradients together exceeds ``clip_norm``, all are multiplied by
    ``clip_norm`` / (norm + 1e-6). Where ranks divide them, they add up the squares of their norms.
 3. **step**: the optimizer changes the parameters.
+
+(Clipping by value would be another step 2, which needs no norm and no message.)
 
 Sources: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), section
 3.2; for fp16 see ``precision``.
@@ -50,13 +52,13 @@ class Strategy:
         loss: (outputs, targets) -> the sum of a share's losses. The loop sets it, and
             ``clip_norm``.
         weighing: the kind of number that divides the sum of the losses.
-        correction, step_weight: the factor of this step's gradients, set by ``weigh``, and this
-            rank's part of the weight; None if the weight is the number of samples.
+        step_weight: this rank's part of the weight of the last step's batch; None if it is the
+            number of samples.
         optimizer, trained: this rank's (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
         counted_elsewhere: the parameters whose norm another of these ranks counts.
         model: the whole model, on ``comm.device``. A technique that does not hold it there
-            overrides ``run`` or ``predict``, ``full_state`` and ``held``.
+            overrides ``run`` or ``predict``, and ``full_state``.
     """
 
     traits = Traits()
@@ -67,7 +69,6 @@ class Strategy:
     amp: str | None = None
     loss: Loss = staticmethod(sum_cross_entropy)
     weighing = Weighing.SAMPLES
-    correction: Tensor | float | None = None
     step_weight: Tensor | float | None = None
     clip_norm: float | None = None
     devices: Sequence[Any] = ()
@@ -81,12 +82,6 @@ class Strategy:
     def __post_init__(self) -> None:
         self.devices = [torch.device(name) for name in self.devices]
 
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError unless this technique can run with ``world_size``."""
-
-    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
-        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
-
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Place or replicate the model, the same on all ranks, and make optimizers."""
         raise NotImplementedError
@@ -95,8 +90,7 @@ class Strategy:
         """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
 
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
-        of ``batch_size`` samples, of whose mean loss the update uses the gradient: ``weigh``
-        comes before ``update``.
+        of ``batch_size`` samples, of whose mean loss the update uses the gradient.
         """
         raise NotImplementedError
 
@@ -105,27 +99,30 @@ class Strategy:
         """The dtypes of a forward, and the scale of the loss."""
         return Precision(self.amp)
 
-    @torch.no_grad()
-    def weigh(self, batch_size: int) -> None:
-        """Set ``correction``, which turns (sum of gradients) / ``batch_size`` into the gradient.
+    # The end of a step, for ``step`` to call.
 
-        Nothing is to be done if the weight of the global batch is its number of samples. If it
-        depends on the data, all ranks of ``comm`` add up theirs, one float64, by
-        ``naive_all_reduce``. A batch that weighs nothing, as all of it is ignored, has no
-        gradient; PyTorch's mean over nothing is NaN, with a gradient of zeros, too.
+    @torch.no_grad()
+    def gradient_factor(self, batch_size: int) -> Tensor | float | None:
+        """The factor from (sum of gradients) / ``batch_size`` to the gradient of the mean loss.
+
+        None if the weight of a batch is its number of samples. If it depends on the data, all
+        ranks of ``comm`` add up theirs, one float64, by ``naive_all_reduce``. A batch that weighs
+        nothing, as all of it is ignored, has no gradient; PyTorch's mean over nothing is NaN, with
+        a gradient of zeros, too.
         """
         if self.weighing is Weighing.NOTHING:
-            self.correction = batch_size
-        elif self.weighing is Weighing.DATA and isinstance(self.loss, CountedLoss):
-            self.step_weight = self.loss.take_step()
-            weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-            weight += torch.as_tensor(self.step_weight).to(weight)
-            if self.comm.world_size > 1:
-                naive_all_reduce(self.comm, weight)
-            self.correction = torch.where(weight > 0, batch_size / weight, 0)
+            return batch_size
+        if self.weighing is Weighing.SAMPLES or not isinstance(self.loss, CountedLoss):
+            return None
+        self.step_weight = self.loss.take_step()
+        weight = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        weight += torch.as_tensor(self.step_weight).to(weight)
+        if self.comm.world_size > 1:
+            naive_all_reduce(self.comm, weight)
+        return torch.where(weight > 0, batch_size / weight, 0)
 
     @torch.no_grad()
-    def update(self) -> bool:
+    def update(self, factor: Tensor | float | None = None) -> bool:
         """End a step: weight, unscale, clip, step; returns False if an overflow has it skipped.
 
         A missing gradient counts as zeros, as in a sum over ranks: an optimizer would leave out
@@ -137,10 +134,10 @@ class Strategy:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-                if isinstance(self.correction, Tensor):
-                    parameter.grad.mul_(self.correction.to(parameter.device))
-                elif self.correction is not None:
-                    parameter.grad.mul_(self.correction)
+                if isinstance(factor, Tensor):
+                    parameter.grad.mul_(factor.to(parameter.device))
+                elif factor is not None:
+                    parameter.grad.mul_(factor)
             scaler = self.precision.scaler
             scaler.unscale(gradients)
             norm = torch.zeros(())
@@ -159,12 +156,25 @@ class Strategy:
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients together; a collective call where ranks divide them."""
-        gradients = [p.grad for p in self.trained if p not in self.counted_elsewhere]
-        norm = get_total_norm([g for g in gradients if g is not None and g.numel()]).double()
+        gradients = []
+        for parameter in self.trained:
+            gradient = parameter.grad
+            is_counted = parameter not in self.counted_elsewhere
+            if is_counted and gradient is not None and gradient.numel():
+                gradients.append(gradient)
+        norm = get_total_norm(gradients).double()
         if self.norm_ranks:
             square = norm.square().to(self.comm.device)
             norm = naive_all_reduce(SubComm(self.comm, self.norm_ranks), square).sqrt()
         return norm
+
+    # What a run asks of a technique.
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError unless this technique can run with ``world_size``."""
+
+    def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
+        """Raise ValueError unless so many ranks can train ``model`` with ``loss``."""
 
     @property
     def workers(self) -> range:
@@ -208,10 +218,6 @@ class Strategy:
         """Parameters and buffers of the whole model, put together again, on the CPU."""
         state = self.model.state_dict()
         return {name: value.detach().cpu().clone() for name, value in state.items()}
-
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        """This rank's tensors by the model's names: all of them, and its parameters, each once."""
-        return self.model.state_dict(), dict(self.model.named_parameters())
 
     def start_note(self) -> str:
         """Return a line that a run prints before it starts; "" for none."""

@@ -56,10 +56,10 @@ class DataParallel(Strategy):
         cores = max(1, torch.get_num_threads() // len(self.devices))
         torch.set_num_threads(cores)
         # One thread per replica but the first, which has the calling thread.
-        self.threads = [
-            ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cores,))
-            for _ in self.devices[1:]
-        ]
+        self.threads = []
+        for _ in self.devices[1:]:
+            thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cores,))
+            self.threads.append(thread)
         # The main thread's spans are those of device 0.
         comm.session.time_on(self.devices[:1])
         for device in self.devices:
@@ -72,8 +72,8 @@ class DataParallel(Strategy):
         loss, gradients = self.gather(outputs, targets, batch_size)
         self.parallel("backward", torch.autograd.backward, outputs, gradients)
         self.reduce(replicas)
-        self.weigh(batch_size)
-        self.update()
+        factor = self.gradient_factor(batch_size)
+        self.update(factor)
         return loss
 
     def scatter(self, inputs: Tensor) -> list[Tensor]:
@@ -105,10 +105,9 @@ class DataParallel(Strategy):
         ``kind`` is that of the spans: forward or backward.
         """
         first, *rest = zip(*arguments)
-        futures = [
-            thread.submit(self._timed, kind, index, fn, *args)
-            for index, (thread, args) in enumerate(zip(self.threads, rest), start=1)
-        ]
+        futures = []
+        for index, (thread, args) in enumerate(zip(self.threads, rest), start=1):
+            futures.append(thread.submit(self._timed, kind, index, fn, *args))
         try:
             result = self._timed(kind, 0, fn, *first)
         finally:

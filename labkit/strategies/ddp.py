@@ -9,26 +9,16 @@ by one. **Fast** (``BucketedDDP``): backward computes the gradients from the las
 first; a hook puts each gradient into its bucket; another thread all-reduces each full bucket,
 while the rest of backward runs.
 
-**Local SGD** (``average_every`` K) leaves step 3 out: every rank makes K updates by the gradients
-of its own share, and then each parameter becomes the mean over the ranks. That is 1 / K of the
-bytes. Momenta stay local: with SGD, momentum or not, an update is linear in the gradient, so with
-K = 1 the mean parameters depend on the mean gradients alone, and are those of DDP. With K > 1, or
-with Adam, they are others.
+**Local SGD** (``average_every`` K) leaves step 3 out, and averages parameters every K updates:
+``labkit.strategies.local_sgd``.
 
-**DiLoCo** (``outer_lr``, ``outer_momentum``) does not stop at that mean. How far the mean has
-moved since the average before it counts as a gradient, of which an outer SGD with Nesterov's
-momentum makes an update. Every rank makes the same one, so the bytes are those of local SGD.
-
-Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
-(2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap); Stich, "Local SGD converges
-fast and communicates little" (2019), algorithm 1; Lin et al., "Don't use large mini-batches, use
-local SGD" (2020); Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
-Models" (2023), algorithm 1.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), sections 3.2.1 (naive), 3.2.2 (buckets) and 3.2.3 (overlap).
 """
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,6 +40,7 @@ from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.flat_tensors import views_of
+from labkit.strategies.local_sgd import LocalSGD, OuterStep
 from labkit.strategies.on_shares import OnShares
 
 
@@ -116,40 +107,31 @@ class NaiveDDP(nn.Module):
         finally:
             self._synchronises = before
 
-    @torch.no_grad()
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            # As nn.Embedding(sparse=True) computes it; a sum over ranks is not sparse for long.
-            parameter.grad = parameter.grad.to_dense()
-        if not self._synchronises:
-            return
-        self._on_begin()
-        self._in_backward = True
-        self.gradient_ready(parameter)
+    # The hooks, in the order in which a backward calls them.
 
     def _on_begin(self, _: Tensor | None = None) -> None:
         if self._synchronises and not self._will_end:
             self._will_end = True
             Variable._execution_engine.queue_callback(self._on_end)
 
+    @torch.no_grad()
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            # As nn.Embedding(sparse=True) computes it; a sum over ranks is not sparse for long.
+            parameter.grad = parameter.grad.to_dense()
+        if self._synchronises:
+            self._on_begin()
+            self._in_backward = True
+            self.gradient_ready(parameter)
+
+    def gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Called when backward has computed a gradient; this class waits until backward ends."""
+
     def _on_end(self) -> None:
         self._will_end = False
         if self._in_backward:  # a gradient has come: ``torch.autograd.grad`` gives none
             self._in_backward = False
             self.end_backward()
-
-    def _forget_broken_backward(self) -> None:
-        """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
-        self._will_end = False
-        if self._in_backward:
-            self._in_backward = False
-            self.wait_and_reset(is_broken=True)
-
-    def wait_and_reset(self, is_broken: bool = False) -> None:
-        """Called when all was sent, and before a backward if the last one was broken off."""
-
-    def gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Called when backward has computed a gradient; this class waits until backward ends."""
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -164,6 +146,16 @@ class NaiveDDP(nn.Module):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self.all_reduce(self.comm, parameter.grad, self.op)
+
+    def _forget_broken_backward(self) -> None:
+        """Begin anew if an exception has ended the last backward: PyTorch calls no ``_on_end``."""
+        self._will_end = False
+        if self._in_backward:
+            self._in_backward = False
+            self.drop_sums()
+
+    def drop_sums(self) -> None:
+        """Called before the next backward if one was broken off; this class has sent nothing."""
 
 
 def _call_method(reference: "weakref.WeakMethod[Any]", tensor: Tensor) -> None:
@@ -184,16 +176,11 @@ class BucketedDDP(NaiveDDP):
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
         self.buckets = make_buckets(comm, self.trained, bucket_mb)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                self._bucket_of[parameter] = bucket
         self._launched: list[Work] = []
-
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if self._synchronises and parameter not in self._bucket_of[parameter].missing:
-            raise ValueError(
-                f"a parameter {list(parameter.shape)} got another gradient after its sum began: "
-                "with activation checkpointing, call checkpoint with use_reentrant=False"
-            )
-        super()._on_gradient(parameter)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Put a gradient into its bucket, and send the buckets whose turn has come.
@@ -203,6 +190,11 @@ class BucketedDDP(NaiveDDP):
         the buckets in the same order. The last bucket is sent when backward has ended, because no
         computation is left that could overlap with it.
         """
+        if parameter not in self._bucket_of[parameter].missing:
+            raise ValueError(
+                f"a parameter {list(parameter.shape)} got another gradient after its sum began: "
+                "with activation checkpointing, call checkpoint with use_reentrant=False"
+            )
         self._bucket_of[parameter].take(parameter)
         while len(self._launched) < len(self.buckets) - 1:
             bucket = self.buckets[len(self._launched)]
@@ -210,43 +202,43 @@ class BucketedDDP(NaiveDDP):
                 return
             self._launch(bucket)
 
+    def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
+        """Queue the all-reduce of a bucket; one that is waited for may run in this thread.
+
+        ``reduce`` is what changes the bucket: to send it in fewer bytes, take another function
+        (``labkit.collectives.compressed``).
+        """
+        reduce: Callable[[Comm], object] = partial(bucket.shared.all_reduce, op=self.op)
+        if self.hierarchical:
+            reduce = partial(fast_hierarchical_all_reduce, tensor=bucket.flat, op=self.op)
+        tensors = [bucket.flat]
+        queue = work_queue_of(self.comm)
+        work = queue.add("all_reduce", reduce, tensors, tensors, is_waited_for)
+        self._launched.append(work)
+
     def sum_gradients(self) -> None:
         """Send the remaining buckets, also those with missing gradients, and wait for all."""
         for bucket in self.buckets[len(self._launched) :]:
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
             self._launch(bucket, is_waited_for=True)
-        self.wait_and_reset()
+        self._wait()
 
-    def wait_and_reset(self, is_broken: bool = False) -> None:
-        """Wait for all that was sent; then all gradients are missing again.
+    def drop_sums(self) -> None:
+        """Set the gradients to zero again that arrive later than the zeros of a ``zero_grad``."""
+        sent = self.buckets[: len(self._launched)]
+        self._wait()
+        for bucket in sent:
+            bucket.flat.zero_()
 
-        What a broken backward has sent arrives later than the zeros of a ``zero_grad`` after it:
-        its gradients are set to zero again.
-        """
+    def _wait(self) -> None:
+        """Wait for all that was sent; then all gradients are missing again."""
         with self.comm.span("wait"):
             for work in self._launched:
                 work.wait()
-        if is_broken:
-            for bucket in self.buckets[: len(self._launched)]:
-                bucket.flat.zero_()
         self._launched.clear()
         for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
-
-    def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
-        """Queue an all-reduce; one that is waited for may run in this thread."""
-
-        def reduce(comm: Comm) -> None:
-            if self.hierarchical:
-                fast_hierarchical_all_reduce(comm, bucket.flat, self.op)
-            else:
-                bucket.shared.all_reduce(comm, self.op)
-
-        tensors = [bucket.flat]
-        queue = work_queue_of(self.comm)
-        work = queue.add("all_reduce", reduce, tensors, tensors, is_waited_for)
-        self._launched.append(work)
 
 
 class Bucket:
@@ -280,68 +272,10 @@ def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -
     """The buckets of ``bucket_mb`` MiB, each of one dtype, in the order in which they are sent."""
     sizes_bytes = [parameter.nbytes for parameter in parameters]
     dtypes = [parameter.dtype for parameter in parameters]
-    assigned = assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes)
-    return [Bucket(comm, [parameters[i] for i in indices]) for indices in assigned]
-
-
-class LocalSGD(NaiveDDP):
-    """A ``NaiveDDP`` that averages parameters, not gradients; ``outer_step`` makes it DiLoCo."""
-
-    def __init__(
-        self, comm: Comm, module: nn.Module, outer_step: "OuterStep | None" = None, **options: Any
-    ):
-        super().__init__(comm, module, **options)
-        self._synchronises = False
-        self.outer_step = outer_step
-        if outer_step is not None:
-            outer_step.begin(self._flat())
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Give each parameter the mean over the ranks, in one all-reduce; buffers are rank 0's."""
-        flat = self._flat()
-        self.all_reduce(self.comm, flat, "mean")
-        if self.outer_step is not None:
-            self.outer_step.update(flat)
-        for parameter, mean in zip(self.trained, views_of(flat, self.trained)):
-            parameter.copy_(mean)
-        broadcast_coalesced(self.comm, self.module.buffers())
-
-    def _flat(self) -> Tensor:
-        return torch.cat([parameter.detach().flatten() for parameter in self.trained])
-
-
-class OuterStep:
-    """DiLoCo's outer SGD with Nesterov's momentum, the same on all ranks.
-
-    Args:
-        lr: above 0; 1 without momentum takes the mean as it is, to the bit.
-        momentum: in [0, 1), of the outer gradients, as ``torch.optim.SGD(nesterov=True)`` counts.
-    """
-
-    def __init__(self, lr: float, momentum: float):
-        if lr <= 0:
-            raise ValueError(f"outer_lr must be above 0, got {lr}: parameters would never move")
-        if not 0 <= momentum < 1:
-            raise ValueError(
-                f"outer_momentum must be at least 0 and below 1, got {momentum}: with 1 or more "
-                "no outer gradient is ever forgotten"
-            )
-        self.lr = lr
-        self.momentum = momentum
-
-    def begin(self, parameters: Tensor) -> None:
-        """Take the parameters [N] that all ranks start with."""
-        self.parameters = parameters
-        self.velocity = torch.zeros_like(parameters)
-
-    def update(self, mean: Tensor) -> None:
-        """Replace the ranks' ``mean`` [N] by the parameters after the outer step."""
-        outer_gradient = self.parameters - mean
-        self.velocity = self.momentum * self.velocity + outer_gradient
-        # parameters - lr (gradient + momentum velocity), so written that lr 1 keeps the mean.
-        mean += (1 - self.lr) * outer_gradient - self.lr * self.momentum * self.velocity
-        self.parameters = mean.clone()
+    buckets = []
+    for indices in assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes):
+        buckets.append(Bucket(comm, [parameters[i] for i in indices]))
+    return buckets
 
 
 @dataclass(eq=False)
@@ -393,34 +327,35 @@ class DDP(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
-        options = {"op": "sum", "hierarchical": self.hierarchical}
-        if self.average_every is None:
-            self.replica = BucketedDDP(comm, self.model, bucket_mb=self.bucket_mb, **options)
-        else:
-            self.replica = LocalSGD(comm, self.model, outer_step=self.outer_step, **options)
+        if self.average_every is not None:
+            self.replica = None
+            self.local_sgd = LocalSGD(comm, self.model, self.hierarchical, self.outer_step)
             self.since_average = 0
             # Then the mean of the ranks' gradients is that of the mean loss over the global batch.
-            self.factor = comm.world_size
+            self.loss_factor = comm.world_size
+            return
+        self.replica = BucketedDDP(
+            comm, self.model, op="sum", hierarchical=self.hierarchical, bucket_mb=self.bucket_mb
+        )
         self.module = self.replica
         self.no_sync = self.replica.no_sync
+
+    def finish_backward(self) -> None:
+        if self.replica is not None and self.ended_empty and not self.runs_empty:
+            self.replica.end_backward()
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         loss = super().step(inputs, targets, batch_size)
         if self.average_every is not None:
             self.since_average += 1
             if self.since_average == self.average_every:
-                self.average_replicas()
+                self._average()
         return loss
 
-    def finish_backward(self) -> None:
-        if self.ended_empty and not self.runs_empty and self.average_every is None:
-            self.replica.end_backward()
-
     def end_epoch(self) -> None:
-        self.average_replicas()
+        if self.average_every is not None and self.since_average:
+            self._average()
 
-    def average_replicas(self) -> None:
-        """Average local SGD's replicas, unless no update has come since the last average."""
-        if isinstance(self.replica, LocalSGD) and self.since_average:
-            self.replica.average()
-            self.since_average = 0
+    def _average(self) -> None:
+        self.local_sgd.average()
+        self.since_average = 0

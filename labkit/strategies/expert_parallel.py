@@ -47,7 +47,7 @@ class ExpertGroup(TensorGroup):
         for layer in model.modules():
             if isinstance(layer, Experts):
                 own = Cut(0, self.sizes(len(layer.up)))
-                self._become(CutExperts, layer, up=own, up_bias=own, down=own, down_bias=own)
+                self.cut_layer(layer, CutExperts, up=own, up_bias=own, down=own, down_bias=own)
 
     def all_counts(self, counts: Tensor) -> Tensor:
         """All ranks' ``counts`` [...] int64, as [P, ...]."""

@@ -7,6 +7,11 @@ import torch
 from torch import Tensor, nn
 
 
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """A new tensor [N] with the values of ``tensors``, one after the other."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
 def views_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of ``flat`` [N] in the shapes of ``tensors``, one after the other."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
@@ -55,7 +60,7 @@ def lay_end_to_end(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
             f"parameters and buffers of {', '.join(sorted(dtypes))} cannot lie end to end in one "
             "tensor: give all of them one dtype, or use ddp, ring_all_reduce or sharded"
         )
-    values = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    values = flatten(tensors)
     gradients = torch.zeros_like(values)
     views = zip(tensors, views_of(values, tensors), views_of(gradients, tensors))
     for tensor, value, gradient in views:

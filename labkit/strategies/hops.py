@@ -11,7 +11,7 @@ from labkit.schedules.pipeline import Hop, Message
 
 
 class Hops:
-    """The hops of one training step on one rank; with ``beside`` they run in their own thread.
+    """The messages of one rank in one step; with ``beside`` they move in a thread of their own.
 
     ``outgoing`` and ``incoming`` are the tensors to send, and those received, by message.
     """
@@ -26,15 +26,16 @@ class Hops:
 
     def hand_on(self, message: Message, tensor: Tensor) -> None:
         """Keep a tensor for the hop that sends it; a rank alone has the next stage itself."""
-        if message.peer != self.comm.rank:
-            self.outgoing[message] = tensor
+        if message.peer == self.comm.rank:
+            self.incoming[message] = tensor
         else:
-            chunk = message.chunk + (1 if message.kind == "activation" else -1)
-            self.incoming[message._replace(chunk=chunk)] = tensor
+            self.outgoing[message] = tensor
 
     def run(self, hop: Hop, landing: Tensor | None) -> None:
         """Send, receive (into ``landing``), or both at once; with ``beside``, only begin to."""
-        outgoing = self.outgoing.pop(hop.send) if hop.send else None
+        outgoing = None
+        if hop.send:
+            outgoing = self.outgoing.pop(hop.send)
         if hop.recv and landing is not None:
             self.incoming[hop.recv] = landing
         if not self.beside:

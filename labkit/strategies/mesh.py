@@ -30,7 +30,8 @@ from labkit.engine.comm.comm import Comm, SubComm
 from labkit.strategies.base import MakeOptimizer
 from labkit.strategies.ddp import make_buckets
 from labkit.strategies.model_parallel import Pipeline
-from labkit.strategies.saved_state import SavedState, State
+from labkit.strategies.saved_state import State
+from labkit.strategies.staged_model import StagedState
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.strategies.traits import Division
@@ -70,7 +71,7 @@ def _shorten(items: list[Any]) -> str:
     return " ".join(map(str, items))
 
 
-class MeshState(SavedState):
+class MeshState(StagedState):
     """Whole tensors, each from one rank: a run of another arrangement can go on from them."""
 
     def collect(self) -> State:
@@ -160,14 +161,13 @@ class Mesh(Pipeline):
         # The loop adds up what the ranks return, and all of ``tensor`` have computed this loss.
         return loss if self.tensor.rank == 0 else torch.zeros_like(loss)
 
-    def update(self) -> bool:
+    def finish_backward(self) -> None:
         if self.tp > 1:
-            self.group.agree(self.trained)
+            self.group.reduce_shared_gradients(self.trained)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)
             bucket.shared.all_reduce(self.data)
-        return super().update()
 
     def end_epoch(self) -> None:
         broadcast_coalesced(self.data, self.module.buffers())

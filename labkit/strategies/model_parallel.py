@@ -29,7 +29,7 @@ from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.staged_model import StagedModel
 from labkit.strategies.traits import Traits
 from labkit.workload.layers import layers_of
 
@@ -57,10 +57,9 @@ class ModelParallelOneProcess(OnShares):
         self.model = model.train()
         layers = layers_of(model)
         bounds = stage_bounds(self.split_points, len(layers))
-        self.stages = [
-            nn.Sequential(*layers[start:end]).to(device)
-            for (start, end), device in zip(bounds, self.devices, strict=True)
-        ]
+        self.stages = []
+        for (start, end), device in zip(bounds, self.devices, strict=True):
+            self.stages.append(nn.Sequential(*layers[start:end]).to(device))
         self.module = self.run
         self.trained = trained_parameters(model)
         self.optimizer = make_optimizer(self.trained)
@@ -133,7 +132,8 @@ class Pipeline(StagedModel):
         micro_batches: M; a batch of fewer samples is cut into single samples.
         schedule: ``gpipe``, all forwards first; ``1f1b``, which holds fewer activations;
             ``zero_bubble``, which cuts a backward in two; ``interleaved``, with several stages on
-            each rank. Messages of the last two move beside the rank's work.
+            each rank. Messages of the last two move beside the rank's work. One of your own is a
+            row of ``schedules.pipeline.PIPELINES``.
         stages_per_rank: V, of ``interleaved``; 2 by default.
     """
 

@@ -16,6 +16,14 @@ from labkit.strategies.traits import Division, Traits
 class CutState(SavedState):
     """Whole parameters and optimizer states, on rank 0: any technique can go on from them."""
 
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        shards = self.strategy.shards
+        names: dict[nn.Parameter, str] = {}
+        for name, shard in shards.items():
+            if isinstance(shard, nn.Parameter):
+                names.setdefault(shard, name)
+        return shards, {name: parameter for parameter, name in names.items()}
+
     def collect(self) -> State:
         cuts = self.strategy
         state = cuts.group.unshard_state(super().collect(), cuts.shards)
@@ -64,10 +72,3 @@ class OnCuts(OnShares):
         for name, shard in self.shards.items():
             state[name] = self.group.unshard(shard, shard.detach()).cpu().clone()
         return state
-
-    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
-        parameters: dict[nn.Parameter, str] = {}
-        for name, shard in self.shards.items():
-            if isinstance(shard, nn.Parameter):
-                parameters.setdefault(shard, name)
-        return self.shards, {name: parameter for parameter, name in parameters.items()}

@@ -51,7 +51,8 @@ class OnShares(Strategy):
         module, no_sync: what gradients are computed with, the model or what wraps it, and a
             context in which every micro-batch except the last one runs.
         runs_empty: whether ``module`` runs on empty micro-batches, for hooks that rely on it.
-        factor: of the loss, where gradients are divided once more.
+        loss_factor: a factor of the loss, where gradients are divided once more.
+        ended_empty: whether this rank's last micro-batch had no samples, so that no backward ran.
         expert_layers: whose balance losses are added to the loss, but not to what is reported.
     """
 
@@ -62,7 +63,7 @@ class OnShares(Strategy):
     expert_layers: Sequence[Experts] = field(default=(), init=False)
     runs_empty = False
     _is_warm = False
-    factor = 1
+    loss_factor = 1
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.move_to_device(comm, model)
@@ -87,8 +88,8 @@ class OnShares(Strategy):
         self.optimizer.zero_grad()
         loss = self.add_gradients(inputs, targets, batch_size)
         self.finish_backward()
-        self.weigh(batch_size)
-        self.update()
+        factor = self.gradient_factor(batch_size)
+        self.update(factor)
         return loss
 
     def finish_backward(self) -> None:
@@ -108,7 +109,7 @@ class OnShares(Strategy):
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's share, of a global batch of
         ``batch_size``; n may be 0. Returns the sum of the losses, a scalar, detached.
         """
-        weight = self.factor / batch_size
+        weight = self.loss_factor / batch_size
         sizes = [len(targets)]
         if self.accumulate > 1:
             sizes = [len(part) for part in self.micro_batches(torch.arange(batch_size))]

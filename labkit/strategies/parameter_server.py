@@ -92,13 +92,13 @@ class ParameterServer(OnShares):
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
-        self.weigh(batch_size)
+        factor = self.gradient_factor(batch_size)
         if self.serves:
-            self.serve()
+            self.serve(factor)
         else:
             self.push()
             if self.precision.scaler.enabled:
-                self.update()
+                self.update(factor)
             self.pull()
         return loss
 
@@ -117,7 +117,7 @@ class ParameterServer(OnShares):
                 self.comm.recv(self.parameters[start:end], server)
 
     @torch.no_grad()
-    def serve(self) -> None:
+    def serve(self, factor: Tensor | float | None) -> None:
         """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
@@ -125,7 +125,7 @@ class ParameterServer(OnShares):
                     self.comm.recv(self.slice_gradient, worker)
                 else:
                     self.comm.recv_add(self.slice_gradient, worker)
-        self.update()
+        self.update(factor)
         with self.comm.span("pull"):
             for worker in self.peers:
                 self.comm.send(self.slice, worker)

@@ -28,6 +28,12 @@ class Precision:
         """Return the context of a forward on ``device``; each thread needs its own."""
         return torch.autocast(device.type, self.half, enabled=self.half is not None)
 
+    def crossing_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an activation crosses a cut: float32 in the half dtype."""
+        if self.half is not None and dtype == torch.float32:
+            return self.half
+        return dtype
+
     def wide(self, outputs: Tensor) -> Tensor:
         """Return outputs as float32: the sum of many losses needs more than the 8 bits of bf16."""
         return outputs.float() if outputs.dtype == self.half else outputs

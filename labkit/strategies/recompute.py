@@ -38,11 +38,11 @@ class ForwardState:
             set_state = partial(torch.cuda.set_rng_state, device=device)
             self.generators.append((get_state, set_state, get_state()))
         copies: dict[Tensor, Tensor] = {}  # one for all layers that share a buffer
-        self.buffers = [
-            (layer, name, copies.setdefault(buffer, buffer.clone()))
-            for layer in module.modules()
-            for name, buffer in layer.named_buffers(recurse=False)
-        ]
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+        for layer in module.modules():
+            for name, buffer in layer.named_buffers(recurse=False):
+                copied = copies.setdefault(buffer, buffer.clone())
+                self.buffers.append((layer, name, copied))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

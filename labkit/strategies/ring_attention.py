@@ -65,7 +65,7 @@ def ring_attention(
     """
     ranks = range(comm.world_size)
     chunks = [attention_chunks(rank, comm.world_size, length, zigzag) for rank in ranks]
-    positions = sum(len(chunk) for chunk in chunks[comm.rank])
+    positions = sum(map(len, chunks[comm.rank]))
     groups = q.shape[1] // k.shape[1]
     q_shape = len(k), groups * k.shape[1], positions, k.shape[3]
     if q.shape != q_shape or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
@@ -147,7 +147,7 @@ class _RingAttention(torch.autograd.Function):
         ctx.comm = comm
         ctx.chunks = chunks
         ctx.causal = causal
-        ctx.sizes = [sum(len(chunk) for chunk in rank_chunks) for rank_chunks in chunks]
+        ctx.sizes = [sum(map(len, rank_chunks)) for rank_chunks in chunks]
         zeros = torch.zeros_like(wide(q[..., :1]))
         running = Running(zeros - math.inf, zeros, torch.zeros_like(wide(q)))
         # (Autocast would round the products to 16 bits.)

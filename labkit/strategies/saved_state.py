@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labkit.strategies.traits import Division
 
@@ -17,15 +17,23 @@ State = dict[str, Tensor]
 
 
 class SavedState:
-    """The part of a checkpoint that is one rank's, of a ``Strategy`` that has been set up."""
+    """The part of a checkpoint that is one rank's, of a ``Strategy`` that has been set up.
+
+    A technique that does not hold the model as it is gives its subclass as ``saved_state_class``.
+    """
 
     def __init__(self, strategy: Any):
         self.strategy = strategy
 
+    def held(self) -> tuple[State, dict[str, nn.Parameter]]:
+        """This rank's tensors by the model's names: all of them, and its parameters, each once."""
+        model = self.strategy.model
+        return model.state_dict(), dict(model.named_parameters())
+
     def collect(self) -> State:
         """Return this rank's tensors; a collective call."""
         strategy = self.strategy
-        tensors, parameters = strategy.held()
+        tensors, parameters = self.held()
         has_part = bool(strategy.traits.division & (Division.LAYERS | Division.ROWS))
         state = State()
         if has_part or strategy.comm.rank == strategy.workers[0]:
@@ -40,7 +48,7 @@ class SavedState:
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what all ranks collected; no "own" tensors if these were other ranks."""
-        tensors, parameters = self.strategy.held()
+        tensors, parameters = self.held()
         for name, tensor in tensors.items():
             tensor.copy_(state[f"model/{name}"])
         optimizer = self.strategy.optimizer

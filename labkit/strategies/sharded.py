@@ -23,154 +23,25 @@ al., "ZeRO: memory optimizations toward training trillion parameter models" (202
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives.ring import all_gather, share_only, share_reduce, split_chunks
+from labkit.collectives.ring import all_gather, share_only
 from labkit.engine.comm.comm import Comm
-from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB
-from labkit.schedules.ring import owned_chunk
 from labkit.schedules.sharding import Instruction, sharded_pass
 from labkit.strategies.base import MakeOptimizer
-from labkit.strategies.flat_tensors import views_of
+from labkit.strategies.flat_parameter import OPERATIONS, Flat
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.saved_state import SavedState, State, as_tensor, of_kind
 from labkit.strategies.traits import Division, Traits
 from labkit.units import check_integer
 from labkit.workload.layers import HeldBytes, layers_of
 from labkit.workload.losses import Loss
-
-
-class Flat:
-    """A flat parameter: some parameters in one tensor ``full`` [N], cut into ``chunks``, shards.
-
-    ``shard`` is this rank's chunk, which its optimizer changes: in stage 3 a copy, as ``full`` has
-    memory between ``unshard`` and ``reshard`` alone (a new flat is unsharded, too). The parameters
-    may be on the host: this flat alone moves to the device. Their gradients are views of
-    ``full_gradient`` [N]: in stage 1 always, else between ``allocate_gradient`` and ``wait``;
-    ``shard_gradient`` is the shard's. ``in_flight`` is the tensor that is gathered ahead, or
-    reduced. Which method executes which instruction of a pass: ``OPERATIONS``.
-    """
-
-    def __init__(self, comm: Comm, stage: int, parameters: list[nn.Parameter]):
-        self.comm = comm
-        self.stage = stage
-        self.parameters = parameters
-        self.trained = parameters[0].requires_grad
-        self.num_elements = sum(parameter.numel() for parameter in parameters)
-        values = torch.cat([parameter.detach().flatten() for parameter in parameters])
-        self.full = values.to(comm.device)
-        self.full_bytes = self.full.nbytes
-        for parameter, view in zip(parameters, views_of(self.full, parameters)):
-            parameter.data = view
-        self.owned = owned_chunk(comm.rank, comm.world_size)
-        self.chunks = split_chunks(self.full, comm.world_size)
-        our_chunk = self.chunks[self.owned]
-        if stage == 3:
-            our_chunk = our_chunk.clone()
-        self.shard = nn.Parameter(our_chunk, self.trained)
-        self.work: Work | None = None
-        self.in_flight: Tensor | None = None
-        self.full_gradient: Tensor | None = None
-        self.shard_gradient = torch.zeros_like(our_chunk)
-        if self.trained:
-            if stage == 1:
-                gradient = self.allocate_gradient()
-                self.shard_gradient = split_chunks(gradient, comm.world_size)[self.owned]
-            self.shard.grad = self.shard_gradient
-
-    def unshard(self) -> None:
-        """Begin the all-gather (share-only) of all ranks' shards into ``full``."""
-        self.full.untyped_storage().resize_(self.full_bytes)
-
-        def all_gather_shards(comm: Comm) -> None:
-            self.chunks[self.owned].copy_(self.shard)
-            share_only(comm, self.chunks)
-
-        self.in_flight = self.full
-        queue = work_queue_of(self.comm)
-        self.work = queue.add("share_only", all_gather_shards, [self.full], [])
-
-    def wait(self) -> None:
-        """Wait until the last ``unshard`` or ``reduce`` has ended."""
-        if self.work:
-            with self.comm.span("wait"):
-                self.work.wait()
-        self.work = None
-        self.in_flight = None
-
-    def reshard(self) -> None:
-        """Free the memory of ``full``; the shard stays."""
-        # What autograd keeps of it are views: they show the values of the next unshard.
-        self.full.untyped_storage().resize_(0)
-
-    def allocate_gradient(self) -> Tensor:
-        """Give the parameters gradients, zeros at first; returns ``full_gradient``."""
-        if self.full_gradient is None:
-            self.full_gradient = torch.zeros_like(self.full)
-            views = views_of(self.full_gradient, self.parameters)
-            for parameter, view in zip(self.parameters, views):
-                parameter.grad = view
-        return self.full_gradient
-
-    def reduce(self) -> None:
-        """Begin the reduce-scatter (share-reduce) of ``full_gradient``."""
-        gradient = self.allocate_gradient()
-        chunks = split_chunks(gradient, self.comm.world_size)
-
-        def reduce_scatter_gradient(comm: Comm) -> None:
-            share_reduce(comm, chunks)
-            if self.stage > 1:
-                self.shard_gradient += chunks[self.owned]
-
-        queue = work_queue_of(self.comm)
-        self.work = queue.add("share_reduce", reduce_scatter_gradient, [gradient], [])
-        if self.stage > 1:
-            self.in_flight = gradient
-            self._drop_full_gradient()
-
-    def _drop_full_gradient(self) -> None:
-        self.full_gradient = None
-        for parameter in self.parameters:
-            parameter.grad = None
-
-    def clear(self) -> None:
-        """Drop what is left of a pass that an exception has ended."""
-        self.wait()
-        self.shard_gradient.zero_()
-        if self.stage > 1:
-            self._drop_full_gradient()
-        if self.stage == 3:
-            self.reshard()
-
-    def full_values(self, shard: Tensor) -> list[Tensor]:
-        """Values by parameter, from the ranks' shards of them; a collective call."""
-        full = shard.new_empty(self.num_elements)
-        chunks = split_chunks(full, self.comm.world_size)
-        chunks[self.owned].copy_(shard.detach())
-        share_only(self.comm, chunks)
-        return views_of(full, self.parameters)
-
-    def shard_of(self, values: list[Tensor]) -> Tensor:
-        """This rank's shard of values by parameter, the reverse of ``full_values``."""
-        full = torch.cat([value.flatten() for value in values])
-        return split_chunks(full, self.comm.world_size)[self.owned]
-
-
-# By the kind of an instruction; one method waits: a flat has one collective under way at a time.
-OPERATIONS: dict[str, Callable[[Flat], object]] = {
-    "gather": Flat.unshard,
-    "wait": Flat.wait,
-    "free": Flat.reshard,
-    "begin": Flat.allocate_gradient,
-    "reduce": Flat.reduce,
-    "finish": Flat.wait,
-}
 
 
 def group_layers(layers: list[nn.Module], least_bytes: int) -> list[list[nn.Module]]:
@@ -221,20 +92,24 @@ class ShardedState(SavedState):
 
     def collect(self) -> State:
         sharded = self.strategy
-        state = self.buffers() if sharded.comm.rank == 0 else State()
+        state = State()
+        if sharded.comm.rank == 0:
+            state = self.buffers()
         for number, flat in enumerate(sharded.flats):
+            # {} takes the names of the flat's parameters.
             shards: State = {"model/{}": flat.shard}
             for key, value in sharded.optimizer.state.get(flat.shard, {}).items():
                 stored, tensor = as_tensor(f"{{}}/{key}", value)
                 shards[stored] = tensor
             for stored, shard in shards.items():
-                # A tensor without dimensions, such as a count of steps, is the same for all.
-                values = flat.full_values(shard) if shard.dim() else [shard] * len(flat.parameters)
-                if number % sharded.comm.world_size != sharded.comm.rank:
-                    continue
-                for parameter, value in zip(flat.parameters, values):
-                    for name in sharded.names[parameter]:
-                        state[stored.format(name)] = value
+                # One number, such as a count of steps, is the same for all.
+                values = [shard] * len(flat.parameters)
+                if shard.dim():
+                    values = flat.full_values(shard)
+                if number % sharded.comm.world_size == sharded.comm.rank:
+                    for parameter, value in zip(flat.parameters, values):
+                        for name in sharded.names[parameter]:
+                            state[stored.format(name)] = value
         return state
 
     def buffers(self) -> State:
@@ -249,33 +124,38 @@ class ShardedState(SavedState):
         sharded = self.strategy
         for name, buffer in self.buffers().items():
             buffer.copy_(state[name])
-        # Keys of what an optimizer keeps once per parameter, such as a count of steps.
-        scalar_keys = {"step", "mu_product"}
-        for parameter, names in sharded.names.items():
+        single_numbers = self.single_numbers(state)
+        optimizer_state = sharded.optimizer.state
+        for flat in sharded.flats:
+            names = [sharded.names[parameter][0] for parameter in flat.parameters]
+            values = [state[f"model/{name}"] for name in names]
+            flat.shard.copy_(flat.shard_of(values))
+            if sharded.stage < 3:
+                for parameter, value in zip(flat.parameters, values):
+                    parameter.copy_(value)
+            for key, first_value in of_kind(f"optimizer/{names[0]}", state).items():
+                if key in single_numbers:
+                    # PyTorch's optimizers count steps on the host.
+                    value = first_value.to("cpu", copy=True)
+                else:
+                    values = [state[f"optimizer/{name}/{key}"] for name in names]
+                    value = flat.shard_of(values).to(sharded.comm.device, copy=True)
+                optimizer_state[flat.shard][key] = value
+            for key, value in of_kind(f"number/{names[0]}", state).items():
+                optimizer_state[flat.shard][key] = value.item()
+
+    def single_numbers(self, state: Mapping[str, Tensor]) -> set[str]:
+        """The keys under which an optimizer keeps one number per parameter, as it counts steps.
+
+        A parameter without dimensions does not tell: its momentum is one number, too. So the keys
+        of PyTorch's optimizers are here in any case.
+        """
+        keys = {"step", "mu_product"}
+        for parameter, names in self.strategy.names.items():
             for key, value in of_kind(f"optimizer/{names[0]}", state).items():
                 if value.dim() == 0 and parameter.dim() > 0:
-                    scalar_keys.add(key)
-        for flat in sharded.flats:
-            self._load_flat(flat, state, scalar_keys)
-
-    def _load_flat(self, flat: Flat, state: Mapping[str, Tensor], scalar_keys: set[str]) -> None:
-        sharded = self.strategy
-        names = [sharded.names[parameter][0] for parameter in flat.parameters]
-        values = [state[f"model/{name}"] for name in names]
-        flat.shard.copy_(flat.shard_of(values))
-        if sharded.stage < 3:
-            for parameter, value in zip(flat.parameters, values):
-                parameter.copy_(value)
-        for key in of_kind(f"optimizer/{names[0]}", state):
-            values = [state[f"optimizer/{name}/{key}"] for name in names]
-            if key in scalar_keys:
-                # PyTorch's optimizers count steps on the host.
-                value = values[0].to("cpu", copy=True)
-            else:
-                value = flat.shard_of(values).to(sharded.comm.device, copy=True)
-            sharded.optimizer.state[flat.shard][key] = value
-        for key, value in of_kind(f"number/{names[0]}", state).items():
-            sharded.optimizer.state[flat.shard][key] = value.item()
+                    keys.add(key)
+        return keys
 
 
 @dataclass(eq=False)
@@ -331,7 +211,7 @@ class Sharded(OnShares):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(parameter, []).append(name)
         self.trained_flats = [number for number, flat in enumerate(self.flats) if flat.trained]
-        self.trained = [self.flats[number].shard for number in self.trained_flats]
+        self.trained = [flat.shard for flat in self.flats if flat.trained]
         self.optimizer = make_optimizer(self.trained)
         self.norm_ranks = range(comm.world_size)
         self.module = self.run
@@ -344,32 +224,16 @@ class Sharded(OnShares):
         self.activation_bytes = 0
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        trained = [self.flats[number] for number in self.trained_flats]
+        trained = [flat for flat in self.flats if flat.trained]
         for flat in trained:
-            gradient = flat.shard_gradient if flat.full_gradient is None else flat.full_gradient
-            gradient.zero_()
+            flat.zero_gradient()
         loss = self.add_gradients(inputs, targets, batch_size)
-        self.weigh(batch_size)
-        if self.update() and self.stage < 3:
+        factor = self.gradient_factor(batch_size)
+        if self.update(factor) and self.stage < 3:
             for flat in trained:
                 share_only(self.comm, flat.chunks)
         self._steps += 1
         return loss
-
-    @contextlib.contextmanager
-    def _without_reduce(self) -> Iterator[None]:
-        """A context for micro-batches before the last one: stage 1 reduces their sum once."""
-        self._reduces = self.stage > 1
-        try:
-            yield
-        finally:
-            self._reduces = True
-
-    def _begin_pass(self, instructions: Iterator[Instruction]) -> None:
-        if next(self._instructions, None) is not None:
-            for flat in self.flats:
-                flat.clear()
-        self._instructions = instructions
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         reduced = self.trained_flats if self._reduces else ()
@@ -397,13 +261,6 @@ class Sharded(OnShares):
         return inputs
 
     @torch.no_grad()
-    def predict(self, inputs: Tensor) -> Tensor | None:
-        self._begin_pass(sharded_pass(self.stage, self.uses, self.trained_flats, backward=False))
-        outputs = super().predict(inputs) if len(inputs) else None
-        self._run_until(None)
-        return outputs
-
-    @torch.no_grad()
     def _run_until(self, target: Instruction | None) -> None:
         """Execute the instructions before ``target``, in one order on all ranks; None: all."""
         for instruction in self._instructions:
@@ -414,6 +271,30 @@ class Sharded(OnShares):
             if instruction.kind in OPERATIONS:
                 OPERATIONS[instruction.kind](self.flats[instruction.number])
 
+    @contextlib.contextmanager
+    def _without_reduce(self) -> Iterator[None]:
+        """A context for micro-batches before the last one: stage 1 reduces their sum once."""
+        self._reduces = self.stage > 1
+        try:
+            yield
+        finally:
+            self._reduces = True
+
+    def _begin_pass(self, instructions: Iterator[Instruction]) -> None:
+        if next(self._instructions, None) is not None:
+            for flat in self.flats:
+                flat.clear()
+        self._instructions = instructions
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor | None:
+        self._begin_pass(sharded_pass(self.stage, self.uses, self.trained_flats, backward=False))
+        outputs = None
+        if len(inputs):
+            outputs = super().predict(inputs)
+        self._run_until(None)
+        return outputs
+
     def live_bytes(self) -> dict[str, int]:
         """The bytes that are alive, by kind, counted by their storages.
 
@@ -422,18 +303,23 @@ class Sharded(OnShares):
         parameters: list[nn.Parameter] = []
         for flat in self.flats:
             parameters += [*flat.parameters, flat.shard]
-        optimizer_states = self.optimizer.state.values() if self.optimizer else ()
+        optimizer_tensors: list[Any] = []
+        if self.optimizer:
+            for state in self.optimizer.state.values():
+                optimizer_tensors += state.values()
         tensors_by_kind: dict[str, list[Any]] = {
             "in_flight": [flat.in_flight for flat in self.flats],
             "parameters": parameters,
             "gradients": [parameter.grad for parameter in parameters],
-            "optimizer": [value for state in optimizer_states for value in state.values()],
+            "optimizer": optimizer_tensors,
         }
         bytes_by_kind = dict.fromkeys(tensors_by_kind, 0)
         counted = set[int]()  # addresses of the storages that are counted already
         for kind, tensors in tensors_by_kind.items():
-            storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
-            for storage in storages:
+            for tensor in tensors:
+                if not isinstance(tensor, Tensor):
+                    continue
+                storage = tensor.untyped_storage()
                 if storage.data_ptr() not in counted:
                     counted.add(storage.data_ptr())
                     bytes_by_kind[kind] += storage.nbytes()

@@ -103,8 +103,9 @@ class Cut(NamedTuple):
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the shards of all ranks."""
-        by_block = zip(*(shard.chunk(self.blocks, self.dim) for shard in shards))
-        return torch.cat([piece for block in by_block for piece in block], self.dim)
+        pieces_by_rank = [shard.chunk(self.blocks, self.dim) for shard in shards]
+        blocks = [torch.cat(pieces, self.dim) for pieces in zip(*pieces_by_rank)]
+        return torch.cat(blocks, self.dim)
 
 
 class TensorGroup:
@@ -160,30 +161,33 @@ class TensorGroup:
                 heads = self.sizes(layer.num_heads)
                 features = [head_size * count for count in heads]
                 rows = Cut(0, features, blocks=3)
-                self._become(ColumnLinear, layer.qkv, weight=rows, bias=rows)
-                self._become(RowLinear, layer.out, weight=Cut(1, features))
+                self.cut_layer(layer.qkv, ColumnLinear, weight=rows, bias=rows)
+                self.cut_layer(layer.out, RowLinear, weight=Cut(1, features))
                 layer.num_heads = heads[self.comm.rank]
             elif isinstance(layer, MLP):
                 hidden = self.sizes(layer.up.out_features)
-                self._become(ColumnLinear, layer.up, weight=Cut(0, hidden), bias=Cut(0, hidden))
-                self._become(RowLinear, layer.down, weight=Cut(1, hidden))
+                self.cut_layer(layer.up, ColumnLinear, weight=Cut(0, hidden), bias=Cut(0, hidden))
+                self.cut_layer(layer.down, RowLinear, weight=Cut(1, hidden))
             elif isinstance(layer, Embeddings):
-                self._become(CutEmbeddings, layer)
                 entries = Cut(0, self.sizes(len(layer.token.weight)))
-                layer.token.weight = self._shard_of(layer.get_parameter("token.weight"), entries)
+                self.cut_layer(layer, CutEmbeddings)
+                layer.token.weight = self._make_shard(layer.get_parameter("token.weight"), entries)
             elif isinstance(layer, Head):
                 self.classes = self.sizes(len(layer.weight))
-                self._become(CutHead, layer, weight=Cut(0, self.classes))
+                self.cut_layer(layer, CutHead, weight=Cut(0, self.classes))
 
-    def _become(self, kind: type[nn.Module], layer: nn.Module, **cuts: Cut) -> None:
-        """Give a layer another class and cut parameters; its name and hooks stay."""
-        layer.__class__ = kind
-        layer.__dict__["group"] = self
+    def cut_layer(self, layer: nn.Module, cut_class: type[nn.Module], **cuts: Cut) -> None:
+        """Leave this rank's shard of the parameters in ``cuts``, and the forward of ``cut_class``.
+
+        The layer stays the same object, so that its place in the model and its hooks stay.
+        """
+        layer.__class__ = cut_class
+        layer.__dict__["group"] = self  # not as a submodule
         for name, cut in cuts.items():
-            setattr(layer, name, self._shard_of(layer.get_parameter(name), cut))
+            setattr(layer, name, self._make_shard(layer.get_parameter(name), cut))
 
-    def _shard_of(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
-        """This rank's shard of a parameter; the same one again if layers share the parameter."""
+    def _make_shard(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
+        """Cut out this rank's shard; the same one again if layers share the parameter."""
         if parameter not in self._shards:
             values = cut.shard(parameter.detach(), self.comm.rank).clone()
             shard = nn.Parameter(values, parameter.requires_grad)
@@ -191,7 +195,7 @@ class TensorGroup:
             self.cuts[shard] = cut
         return self._shards[parameter]
 
-    def agree(self, trained: Sequence[nn.Parameter]) -> None:
+    def reduce_shared_gradients(self, trained: Sequence[nn.Parameter]) -> None:
         """After a backward, give the parameters that all ranks have the same gradients.
 
         With sequence parallelism each rank has the terms of its own positions. Otherwise all have
@@ -221,15 +225,20 @@ class TensorGroup:
 
     def unshard_state(self, state: State, held: Mapping[str, Tensor]) -> State:
         """Whole tensors of a checkpoint from this rank's; ``held`` has its parameters by name."""
-        parameters = {key: held[key.split("/")[1]] for key in state}
-        return {key: self.unshard(parameters[key], shard) for key, shard in state.items()}
+        whole = State()
+        for key, shard in state.items():
+            name = key.split("/")[1]
+            whole[key] = self.unshard(held[name], shard)
+        return whole
 
     def shard_state(self, state: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> State:
         """This rank's shards of a checkpoint's tensors, those that it has ``held``."""
-        parameters = {key: held.get(key.split("/")[1]) for key in state}
-        return {
-            key: self.shard_of(p, state[key]) for key, p in parameters.items() if p is not None
-        }
+        shards = State()
+        for key, tensor in state.items():
+            name = key.split("/")[1]
+            if name in held:
+                shards[key] = self.shard_of(held[name], tensor)
+        return shards
 
 
 class ColumnLinear(nn.Linear):

@@ -104,7 +104,7 @@ class TensorParallel(OnCuts):
         return loss if self.group.comm.rank == 0 else torch.zeros_like(loss)
 
     def finish_backward(self) -> None:
-        self.group.agree(self.trained)
+        self.group.reduce_shared_gradients(self.trained)
 
     def run(self, inputs: Tensor) -> Tensor:
         logits = self.model(inputs)

@@ -30,7 +30,7 @@ from labkit.engine.tracing.limits import Limit, what_limited
 from labkit.engine.tracing.spans import STEP_KINDS
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.model_parallel import ModelParallel, Pipeline
-from labkit.strategies.stage import StagedModel
+from labkit.strategies.staged_model import StagedModel
 from labkit.units import check_choice, format_bytes
 from labkit.workload.layers import layers_of, output_shapes
 from labkit.workload.models import build_model
