@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from labkit import run, train_with
-from labkit.strategies.tensor_cut import CutCrossEntropy, TensorGroup
+from labkit import train_with
 from labkit.training.result import largest_difference
 from labkit.workload.samples import epoch_order
 from labkit.workload.transformer import gpt
@@ -67,30 +66,6 @@ def test_weights_that_the_data_decide_cost_one_number_per_step():
     for rank in range(2):
         assert padded.messages[rank] - plain.messages[rank] == 4
         assert padded.bytes_sent[rank] - plain.bytes_sent[rank] == 4 * 8
-
-
-def cut_losses(comm, logits, targets):
-    sizes = TensorGroup(comm).sizes(logits.shape[1])
-    own = logits.split(sizes, dim=1)[comm.rank].clone().requires_grad_()
-    losses, right = CutCrossEntropy.apply(own, targets, comm, sizes)
-    losses.sum().backward()
-    return losses.detach(), right, own.grad
-
-
-def test_a_cut_vocabulary_ignores_targets_and_predicts_the_first_of_equal_logits():
-    logits = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logits[2:] = 0
-    logits[5, 6] = 1
-    targets = torch.tensor([3, -100, 0, 1, 5, 6])
-    whole = logits.clone().requires_grad_()
-    due = functional.cross_entropy(whole, targets, reduction="none")
-    due.sum().backward()
-    values = run(cut_losses, logits, targets, world_size=3, device="cpu").values
-    for losses, right, _ in values:
-        torch.testing.assert_close(losses, due.detach())
-        assert right[2:].tolist() == [True, False, False, True]
-        assert not right[1]
-    torch.testing.assert_close(torch.cat([grad for *_, grad in values], dim=1), whole.grad)
 
 
 class TwoHeads(nn.Linear):
