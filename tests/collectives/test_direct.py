@@ -1,14 +1,11 @@
 """All-reduce in one hop: the sum in the order of the ranks, at any size and pace."""
 
-import random
-import time
-
 import pytest
 import torch
 from cases import bits, values_of
 
 from labkit import run
-from labkit.collectives import direct_all_reduce, fast_ring_all_reduce
+from labkit.collectives import direct_all_reduce
 from labkit.engine.comm.shared_memory import NUM_WINDOWS, WINDOW_BYTES
 
 # One element below and above a window, and enough windows that each is used again.
@@ -34,21 +31,3 @@ def test_all_replicas_hold_the_sum_in_rank_order_to_the_bit(world_size):
         expected.append(bits(total))
     for by_size in run(sums, world_size=world_size).values:
         assert by_size == expected
-
-
-def test_many_in_a_row_of_ranks_at_different_speeds_between_other_collectives():
-    """No rank overwrites a window that another rank still reads."""
-
-    def in_a_row(comm):
-        pace = random.Random(comm.rank)
-        wrong = []
-        for number in range(80):
-            tensor = torch.full(([1, 5, 70_000, 300_000][number % 4],), float(comm.rank + number))
-            collective = fast_ring_all_reduce if number % 5 == 4 else direct_all_reduce
-            if pace.random() < 0.2:
-                time.sleep(0.005)
-            if collective(comm, tensor).unique().tolist() != [3.0 + 3 * number]:
-                wrong.append(number)
-        return wrong
-
-    assert run(in_a_row, world_size=3).values == [[]] * 3

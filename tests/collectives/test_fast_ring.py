@@ -1,8 +1,5 @@
 """The fast ring against the readable one: the same bits, at the same cost."""
 
-import random
-import time
-
 import pytest
 import torch
 from cases import bits, paid, ring_cost, values_of, wide_bytes
@@ -35,23 +32,3 @@ def test_bits_and_price_are_those_of_the_readable_ring(world_size):  # rows 10, 
     for rank, (wrong, sent_to) in enumerate(run(both_rings, world_size=world_size).values):
         assert wrong == []
         assert sent_to == ({(rank + 1) % world_size} if world_size > 1 else set())
-
-
-def test_many_in_a_row_of_ranks_at_different_speeds_between_other_messages():
-    """A rank may be several segments or even a whole all-reduce ahead of its neighbour."""
-
-    def in_a_row(comm):
-        pace = random.Random(comm.rank)
-        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-        for number in range(60):
-            size = [1, 5, 70_000, 300_000][number % 4]
-            mine = torch.full((size,), float(comm.rank + number))
-            assert fast_ring_all_reduce(comm, mine).unique().tolist() == [3.0 + 3 * number]
-            if number % 3 == 0:
-                theirs = torch.empty(size)
-                comm.exchange(torch.full((size,), float(comm.rank)), right, theirs, left)
-                assert theirs.unique().tolist() == [left]
-            if pace.random() < 0.2:
-                time.sleep(0.005)
-
-    run(in_a_row, world_size=3)

@@ -16,6 +16,7 @@ import labkit
 from labkit import run
 from labkit.training.diff import compare, diff_records
 from labkit.training.recording import read_record
+from labkit.workload.transformer import gpt
 
 travel_by_value(__name__)
 
@@ -408,7 +409,11 @@ def test_ranks_are_compared_up_to_the_step_before_one_of_them_was_killed(tmp_pat
     assert "rank-1.jsonl.part ends in step 2" in str(comparison)
 
 
-TEXT = {"model": "gpt", "dataset": "text", "batch_size": 16, "lr": 0.01}
+def small_gpt():
+    return nn.Sequential(*gpt((64,), 80, width=24, num_heads=6, num_blocks=1))
+
+
+TEXT = {"model": small_gpt, "dataset": "text", "batch_size": 16, "lr": 0.01}
 LAYOUTS = [
     ("ddp", {"world_size": 2, "bucket_mb": 0.01, "accumulate": 3}),
     ("sharded", {"world_size": 3}),
