@@ -386,12 +386,6 @@ def test_a_run_fails_with_one_clear_error(row, case):
 # The rows in which the result must be right, on every rank
 
 
-def slow_ranks_are_not_stuck(comm):
-    for _ in range(3):
-        time.sleep(0.15 * comm.rank)
-        comm.barrier()
-
-
 def views(comm):
     for all_reduce in ALL_REDUCES:
         mine = comm.rank + 1.0
@@ -423,7 +417,6 @@ def large_results(comm):
 
 
 WORKS = {
-    "04 slow": slow_ranks_are_not_stuck,
     "11 views": views,
     "12 not numbers": not_numbers,
     "20 a result of 100 MB": large_results,
