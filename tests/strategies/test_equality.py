@@ -149,9 +149,11 @@ def check(ranks, world_size):
     norms = itertools.cycle((CLIP_NORM, None))
     cases = [(make, model, next(norms)) for make, model in makes]
     judged = some_batches((5,))[0][0]
-    for by_rank, alone in beside_one_device(cases, some_batches(BATCHES), judged, ranks):
-        # Where a model is cut, the last stage alone has the outputs.
-        torch.testing.assert_close(by_rank[-1].logits, alone.logits, rtol=1e-6, atol=1e-6)
+    found = beside_one_device(cases, some_batches(BATCHES), judged, ranks)
+    for (_, model, _), (by_rank, alone) in zip(cases, found, strict=True):
+        # Mixed has parameters of float32. Where a model is cut, the last stage has the outputs.
+        furthest = 1e-6 if model is Mixed else 1e-10
+        torch.testing.assert_close(by_rank[-1].logits, alone.logits, rtol=1e-6, atol=furthest)
 
 
 @pytest.mark.slow
