@@ -27,9 +27,9 @@ MORE = (
     "measure/test_two_hosts_runs.py",
     "project/test_pretended.py",
     "project/test_scripts.py",
-    "runtime/test_agents.py",
     "runtime/test_ray.py",
     "runtime/test_storm.py",
+    "tests/test_agents.py",
 )
 
 

@@ -30,6 +30,44 @@ def ddp(backend):
     return train(model)
 
 
+class Words(nn.Module):
+    """An embedding whose gradient is sparse; a layer that some ranks do not use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 6, sparse=True)
+        self.out, self.seldom = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, words):
+        embedded = self.embedding(words).mean(1)
+        return self.out(embedded) + (self.seldom(embedded) if dist.get_rank() else 0)
+
+
+def ddp_options(backend):
+    dist.init_process_group(backend)
+    options = {"bucket_cap_mb": 0.0003}
+    results = []
+    for option in ("static_graph", "gradient_as_bucket_view", "find_unused_parameters"):
+        results += train(DistributedDataParallel(network(), **options, **{option: True}))
+    model = DistributedDataParallel(Words(), find_unused_parameters=True)
+    words = [(samples.abs().mul(20).long() % 50, labels) for samples, labels in batches()]
+    return results + train(model, data=words)
+
+
+def compiled(backend):
+    dist.init_process_group(backend)
+    model = DistributedDataParallel(network())
+    results = train(torch.compile(model, backend="aot_eager"))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def doubled_sum(values):
+        dist.all_reduce(values)
+        return values * 2
+
+    return [*results, doubled_sum(batches()[0][0])]
+
+
 def ddp_hooks(backend):
     dist.init_process_group(backend)
     results = []

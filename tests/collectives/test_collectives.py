@@ -24,9 +24,7 @@ from labkit.collectives import (
     share_reduce,
     tree_all_reduce,
 )
-from labkit.collectives.ring import split_chunks
 from labkit.costs import traffic
-from labkit.schedules.ring import owned_chunk
 
 WORLD_SIZES = [1, 2, 3, 4]
 SIZES = (0, 1, 3, 7, 1000)
@@ -108,30 +106,6 @@ def test_sixteen_bit_floats_do_not_lose_the_small_ones():
     """2048 + 1 is 2048 in float16, however often 1 is added."""
     for found in run(sixteen_bits, world_size=3).values:
         assert found == [True] * 4 * len(ALL_REDUCES)
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_share_reduce_leaves_one_complete_chunk_and_share_only_spreads_them(world_size):
-    cases = [("mean", torch.float64), ("sum", torch.int64), ("sum", torch.float16)]
-
-    def halves(comm):
-        found = []
-        for op, dtype in cases:
-            chunks = split_chunks(values_of(comm.rank, 10, dtype), comm.world_size)
-            _, first = paid(comm, share_reduce, chunks, op)
-            owned = chunks[owned_chunk(comm.rank, comm.world_size)].clone()
-            _, second = paid(comm, share_only, chunks)
-            found.append((owned, torch.cat(chunks), first, second))
-        return found
-
-    for rank, found in enumerate(run(halves, world_size=world_size).values):
-        for (op, dtype), (owned, whole, first, second) in zip(cases, found, strict=True):
-            expected = on_one_device(op, dtype, 10, world_size)
-            pieces = split_chunks(expected, world_size)
-            torch.testing.assert_close(owned, pieces[owned_chunk(rank, world_size)])
-            torch.testing.assert_close(whole, expected)
-            assert first == traffic.share_reduce_cost(10, wide_bytes(op, dtype), world_size, rank)
-            assert second == traffic.share_only_cost(10, dtype.itemsize, world_size, rank)
 
 
 def rooted_cases(comm, cases):

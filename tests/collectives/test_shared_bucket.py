@@ -9,7 +9,7 @@ from cases import bits, values_of
 from ranks import open_descriptors
 
 from labkit import run
-from labkit.collectives import SharedBucket
+from labkit.collectives import SharedBucket, direct_all_reduce, fast_ring_all_reduce
 from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.engine.comm.shared_memory import SEGMENT_BYTES
 from labkit.engine.errors import WorkerError
@@ -61,21 +61,38 @@ def test_sums_of_16_bits_are_rounded_once(dtype):
         assert tensors[:4] == expected[:4]
 
 
-def test_a_bucket_may_be_written_as_soon_as_it_is_reduced_and_leaves_no_file_open():
-    """No rank writes into a slice that another rank still reads, whatever their pace."""
+def test_many_in_a_row_of_ranks_at_different_speeds_and_no_file_is_left_open():
+    """No rank overwrites what another rank still reads: in a bucket, a window or a ring's slots.
+
+    A rank may be several segments or even a whole all-reduce ahead of its neighbour.
+    """
 
     def in_a_row(comm):
         pace = random.Random(comm.rank)
+        right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
         files_before = open_descriptors()
         bucket = SharedBucket(comm, 100_000, torch.float32, torch.device("cpu"))
         wrong = []
-        for number in range(100):
-            bucket.flat.fill_(float(comm.rank + number))
+        for number in range(240):
+            size = [1, 5, 70_000, 300_000][number // 3 % 4]
+            own = torch.full((size,), float(comm.rank + number))
             if pace.random() < 0.2:
-                time.sleep(0.003)
-            bucket.all_reduce(comm)
-            if bucket.flat.unique().tolist() != [3.0 + 3 * number]:
+                time.sleep(0.005)
+            if number % 3 == 0:
+                bucket.flat.fill_(comm.rank + number)
+                bucket.all_reduce(comm)
+                own = bucket.flat
+            elif number % 3 == 1:
+                direct_all_reduce(comm, own)
+            else:
+                fast_ring_all_reduce(comm, own)
+            if own.unique().tolist() != [3.0 + 3 * number]:
                 wrong.append(number)
+            if number % 8 == 7:
+                theirs = torch.empty(size)
+                comm.exchange(torch.full((size,), float(comm.rank)), right, theirs, left)
+                if theirs.unique().tolist() != [left]:
+                    wrong.append(("exchange", number))
         return wrong, open_descriptors() - files_before
 
     assert run(in_a_row, world_size=3).values == [([], 0)] * 3

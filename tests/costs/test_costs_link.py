@@ -10,6 +10,7 @@ from labkit.costs.link import (
     hosts_all_reduce_seconds,
     parameter_server_seconds,
 )
+from labkit.costs.traffic import card_bytes
 
 SIZES = [2**k for k in range(10, 27)]
 S = 12 * 35 * 4
@@ -63,7 +64,7 @@ def test_seconds_of_a_parameter_server_on_paper():
 
 
 @pytest.mark.parametrize(("num_hosts", "size"), [(2, 2), (2, 4), (3, 2), (2, 1)])
-def test_seconds_over_equal_hosts(num_hosts, size):
+def test_bytes_and_seconds_over_equal_hosts(num_hosts, size):
     inside, card = Link(1e-5, 1e-9, 3e-10), Link(2e-4, 8e-9, 2e-10)
     ranks, s = num_hosts * size, 1e6
     in_order = tuple(tuple(range(h * size, (h + 1) * size)) for h in range(num_hosts))
@@ -73,6 +74,8 @@ def test_seconds_over_equal_hosts(num_hosts, size):
         expected += (ranks - 1) * s / ranks * card.gamma_s_per_byte
         found = hosts_all_reduce_seconds("ring", s, hosts, inside, card)
         assert found == pytest.approx(expected)
+        over_card = crossing * 2 * (ranks - 1) * 2400 * 4 // ranks
+        assert card_bytes("ring", 2400, 4, hosts) == [over_card] * num_hosts
     expected = 2 * (size - 1) * inside.message_seconds(s / size)
     expected += (size - 1) * s / size * inside.gamma_s_per_byte
     expected += 2 * (num_hosts - 1) * card.message_seconds(s / num_hosts)

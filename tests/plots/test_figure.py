@@ -2,8 +2,6 @@ import base64
 import functools
 import io
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import matplotlib as mpl
@@ -113,15 +111,6 @@ class TestCaptionedFigure:
             drawn = set(pool.map(lambda _: plots.ring_step(2, 3).png(), range(8)))
         assert drawn == {plots.ring_step(2, 3).png()}
         assert dict(mpl.rcParams) == before
-
-    def test_pyplot_is_not_touched(self):
-        code = (
-            "import sys, labkit, workbook\n"
-            "assert 'matplotlib' not in sys.modules, 'they alone must import fast'\n"
-            "workbook.plots.phases({'a run': {'compute': 1.0}}).html()\n"
-            "assert 'matplotlib.pyplot' not in sys.modules\n"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_fills_keep_their_exact_colors(self):
         picture = Image.open(io.BytesIO(plots.timeline(TRACE).png())).convert("RGB")

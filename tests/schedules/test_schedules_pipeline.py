@@ -11,28 +11,14 @@ from labkit.schedules.pipeline import (
     Pipelining,
     in_flight,
     interleaved,
-    one_f_one_b,
     pipeline_streams,
     with_hops,
-    zero_bubble,
 )
 from labkit.schedules.timetable import instructions
 
 
 def words(actions):
     return " ".join(map(str, actions))
-
-
-def test_one_forward_one_backward_on_paper():
-    assert words(one_f_one_b(0, 3, 4)) == "F0 F1 F2 B0 F3 B1 B2 B3"
-    assert words(one_f_one_b(1, 3, 4)) == "F0 F1 B0 F2 B1 F3 B2 B3"
-    assert words(one_f_one_b(2, 3, 4)) == "F0 B0 F1 B1 F2 B2 F3 B3"
-
-
-def test_a_zero_bubble_stage_runs_the_weights_later_the_later_the_stage():
-    assert words(zero_bubble(0, 3, 4)) == "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3"
-    assert words(zero_bubble(1, 3, 4)) == "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3"
-    assert words(zero_bubble(2, 3, 4)) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
 
 
 def test_interleaved_stages_take_turns_in_groups_of_as_many_micro_batches_as_ranks():

@@ -6,18 +6,15 @@ case is trained with or without clipping, accumulation, buckets, and so on.
 """
 
 import itertools
-import math
 from functools import partial
 
 import pytest
 import torch
-from odd_models import Mixed, seeded, some_batches
+from odd_models import Mixed, some_batches
+from one_device import beside_one_device, ours_or_theirs
 from torch import nn
 
-from labkit import run, strategies
-from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.training.resolve import find_technique
-from labkit.training.result import checksum, largest_difference
+from labkit import strategies
 
 BATCHES = (7, 5, 1, 9)
 # It clips some of the batches, see the test.
@@ -87,10 +84,6 @@ SHORT = {1: (4,), 2: (1, 3, 5), 3: (1, 2, 3, 5, 6), 4: (1, 2, 3, 4, 5, 6, 7)}
 CUTS = {1: (), 2: (3,), 3: (3, 5), 4: (1, 4, 5)}
 
 
-def ours_or_theirs(name, builtin=False, **options):
-    return partial(find_technique(name, builtin=builtin), **options)
-
-
 def in_one_process(world_size):
     """(technique, model); its devices are those of one process, which is one rank."""
     replicas, names = ("cpu",) * world_size, tuple(f"cpu:{i}" for i in range(world_size))
@@ -149,73 +142,18 @@ def on_ranks(world_size):
         yield ours_or_theirs("async_parameter_server", True), odd
 
 
-def sgd(parameters):
-    """With weight decay a parameter without a gradient changes, too."""
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def train(comm, make_strategy, model, clip_norm):
-    """(full state, losses, logits) after some steps; an asynchronous one has no losses."""
-    strategy = make_strategy()
-    strategy.clip_norm = clip_norm
-    strategy.setup(comm, seeded(model), sgd)
-    shares, losses = [], []
-    for inputs, targets in some_batches(BATCHES):
-        mine = strategy.part_of(torch.arange(len(targets)))
-        shares.append((inputs[mine], targets[mine], len(targets)))
-    if isinstance(strategy, AsyncParameterServer):
-        list(strategy.train(itertools.cycle(shares), len(BATCHES), 1))
-    else:
-        losses = [strategy.step(*one).item() for one in shares]
-    strategy.end_epoch()
-    state = strategy.full_state()
-    logits = strategy.predict(some_batches((5,))[0][0])
-    strategy.close()
-    return state, losses, logits
-
-
-def train_each(comm, cases):
-    return [train(comm, *case) for case in cases]
-
-
-def plainly(model, clip_norm):
-    """(state, losses, logits, norms) of one device in plain PyTorch."""
-    model, losses, norms = seeded(model), [], []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = sgd(trained)
-    for inputs, targets in some_batches(BATCHES):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        for parameter in trained:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        losses.append(loss.item() * len(targets))
-        norms.append(nn.utils.clip_grad_norm_(trained, clip_norm or math.inf).item())
-        optimizer.step()
-    return model.state_dict(), losses, model(some_batches((5,))[0][0]).detach(), norms
-
-
 def check(ranks, world_size):
     """Train with all techniques on so many ranks or devices, and compare."""
     makes = on_ranks(world_size) if ranks > 1 or world_size == 1 else ()
     makes = [*makes, *(in_one_process(world_size) if ranks == 1 else ())]
     norms = itertools.cycle((CLIP_NORM, None))
     cases = [(make, model, next(norms)) for make, model in makes]
-    values = run(train_each, cases, world_size=ranks, device="cpu").values
-    for number, (make, model, clip_norm) in enumerate(cases):
-        state, losses, logits, _ = plainly(model, clip_norm)
-        found = [rank[number] for rank in values]
-        name = make, model
-        assert len({checksum(own) for own, *_ in found}) == 1, name
-        # Mixed has parameters of float32.
+    judged = some_batches((5,))[0][0]
+    found = beside_one_device(cases, some_batches(BATCHES), judged, ranks)
+    for (_, model, _), (by_rank, alone) in zip(cases, found, strict=True):
+        # Mixed has parameters of float32. Where a model is cut, the last stage has the outputs.
         furthest = 1e-6 if model is Mixed else 1e-10
-        assert largest_difference(found[0][0], state) < furthest, name
-        if found[0][1]:
-            summed = [sum(one) for one in zip(*(own for _, own, _ in found))]
-            assert summed == pytest.approx(losses, rel=furthest), name
-        # Where a model is cut, the last stage alone has the outputs.
-        torch.testing.assert_close(found[-1][2], logits, rtol=1e-6, atol=furthest)
+        torch.testing.assert_close(by_rank[-1].logits, alone.logits, rtol=1e-6, atol=furthest)
 
 
 @pytest.mark.slow

@@ -4,10 +4,12 @@ import itertools
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
-from odd_models import Everything, Mixed, seeded, sgd, some_batches
+from odd_models import Everything, Mixed, sgd, some_batches
+from one_device import train_each
 from ranks import running_ranks, wait_until
 
 from labkit import WorkerError, run, strategies, train_with
@@ -23,27 +25,17 @@ def train_small(**settings):
     return train_with("async_parameter_server", **(SMALL | settings))
 
 
-def spent(comm, servers, model):
-    """Bytes and messages, and samples of the steps."""
-    strategy = ParameterServer(servers=servers)
-    strategy.setup(comm, seeded(model), sgd)
-    before, samples = (comm.bytes_sent, comm.messages), 0
-    for inputs, targets in some_batches((8, 5)):
-        mine = strategy.part_of(torch.arange(len(targets)))
-        strategy.step(inputs[mine], targets[mine], len(targets))
-        samples += len(mine)
-    return (comm.bytes_sent - before[0], comm.messages - before[1]), samples
-
-
 @pytest.mark.parametrize(("world_size", "servers"), [(4, 1), (4, 3), (5, 2)])
 def test_bytes_and_messages_are_those_of_the_formula(world_size, servers):
     elements = 6 * 6 + 6 * 2 + 2 + 1
-    found = run(spent, servers, Everything, world_size=world_size).values
-    for rank, (sent, samples) in enumerate(found):
+    case = partial(ParameterServer, servers=servers), Everything
+    batches = some_batches((8, 5))
+    found = run(train_each, batches, batches[0][0], [case], world_size=world_size).values
+    for rank, (trained,) in enumerate(found):
         cost = parameter_server_cost(elements, 8, world_size, rank, servers)
-        assert sent == (2 * cost.num_bytes, 2 * cost.messages)
-        assert (samples == 0) == (rank < servers)
-    assert sum(samples for _, samples in found) == 13
+        assert trained.sent == [(cost.messages, cost.num_bytes)] * 2
+        assert (trained.counts[1] == 0) == (rank < servers)
+    assert sum(trained.counts[1] for (trained,) in found) == 13
 
 
 @pytest.mark.parametrize("name", ["parameter_server", "async_parameter_server"])

@@ -5,7 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from odd_models import seeded, sgd, some_batches
+from odd_models import some_batches
+from one_device import train_each
 from torch import nn
 
 from labkit import run
@@ -99,54 +100,38 @@ def normed():
     return nn.Sequential(*layers, nn.Linear(24, 6))
 
 
-def trained(comm, make_strategy, sizes=(7, 5, 2)):
-    """State after some steps, messages and bytes of the steps."""
-    strategy = make_strategy()
-    strategy.setup(comm, seeded(normed), sgd)
-    before = strategy.sent() or (0, 0)
-    for inputs, targets in some_batches(sizes):
-        mine = strategy.part_of(torch.arange(len(targets)))
-        strategy.step(inputs[mine], targets[mine], len(targets))
-    after = strategy.sent() or (0, 0)
-    strategy.end_epoch()
-    state = strategy.full_state()
-    strategy.close()
-    return state, (after[0] - before[0], after[1] - before[1])
-
-
 def made(name, builtin=False, **options):
     return partial(find_technique(name, builtin=builtin), sync_batch_norm=True, **options)
 
 
 # With several servers or micro-batches: tests/training has the rest.
-JOBS = {
-    "ring": made("ring_all_reduce"),
-    "ring in three": made("ring_all_reduce", accumulate=3),
-    "torch in three": made("ddp", True, bucket_mb=0.0001, accumulate=3),
-    "two servers": made("parameter_server", servers=2),
-    "rpc in three": made("parameter_server", True, accumulate=3),
-}
-ALONE = {"": Single, "in three": partial(Single, accumulate=3, sync_batch_norm=True)}
-
-
-def all_trained(comm, jobs):
-    return {name: trained(comm, job) for name, job in jobs.items()}
+JOBS = [made("ring_all_reduce"), made("parameter_server", servers=2)]
+IN_THREE = [
+    made("ring_all_reduce", accumulate=3),
+    made("ddp", True, bucket_mb=0.0001, accumulate=3),
+    made("parameter_server", True, accumulate=3),
+]
 
 
 def test_techniques_equal_one_device_at_the_cost_of_the_formula():
-    (alone,) = run(all_trained, ALONE, world_size=1).values
-    ranks = run(all_trained, JOBS, world_size=3).values
-    for name in JOBS:
-        state = alone["in three" if "in three" in name else ""][0]
-        assert largest_difference(ranks[0][name][0], state) < 1e-10, name
-        assert len({checksum(found[name][0]) for found in ranks}) == 1, name
+    batches = some_batches((7, 5, 2))
+    run_of = partial(run, train_each, batches, batches[0][0])
+    singles = [(Single, normed), (partial(Single, accumulate=3, sync_batch_norm=True), normed)]
+    ((alone, alone_in_three),) = run_of(singles, world_size=1).values
+    jobs = [(job, normed) for job in [*JOBS, *IN_THREE]]
+    ranks = run_of(jobs, world_size=3).values
+    for number, by_rank in enumerate(zip(*ranks, strict=True)):
+        state = (alone if number < len(JOBS) else alone_in_three).state
+        assert largest_difference(by_rank[0].state, state) < 1e-10, jobs[number]
+        assert len({checksum(rank.state) for rank in by_rank}) == 1, jobs[number]
     elements = sum(p.numel() for p in normed().parameters())
     # Of C channels: means, sums of squared deviations and the count forward, two sums backward.
     rows = [row for channels in (3, 4) for row in (2 * channels + 1, 2 * channels)]
     # Of batches of 7, 5 and 2 samples: the last has two micro-batches.
-    for name, micro_batches in (("ring", 3), ("ring in three", 8)):
+    for number, micro_batches in ((0, 3), (len(JOBS), 8)):
         for rank, found in enumerate(ranks):
             norms = [share_only_cost(3 * row, 8, 3, rank) for row in rows]
             steps = [ring_all_reduce_cost(elements, 8, 3, rank)] * 3
             cost = sum([*steps, *norms * micro_batches], Cost(0, 0, 0))
-            assert found[name][1] == (cost.messages, cost.num_bytes)
+            messages, num_bytes = map(sum, zip(*found[number].sent))
+            assert (messages, num_bytes) == (cost.messages, cost.num_bytes)

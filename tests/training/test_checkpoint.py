@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -135,7 +136,14 @@ def test_a_damaged_or_forged_checkpoint_is_named_and_the_one_before_it_taken(tmp
 
 def test_one_is_whole_when_all_ranks_have_written(tmp_path):
     meet = threading.Barrier(2)
-    first, second = (SimpleNamespace(rank=r, world_size=2, barrier=meet.wait) for r in (0, 1))
+
+    def meet_and_pause():
+        """What rank 1 writes after a barrier, it writes late."""
+        meet.wait()
+        time.sleep(0.2)
+
+    first = SimpleNamespace(rank=0, world_size=2, barrier=meet.wait)
+    second = SimpleNamespace(rank=1, world_size=2, barrier=meet_and_pause)
     one = step_path(tmp_path, 10), facts_at(10)
     own = EACH | {"own/b": torch.zeros(2)}
     other = threading.Thread(target=save, args=(second, *one, own))

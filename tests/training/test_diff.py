@@ -16,6 +16,7 @@ import labkit
 from labkit import run
 from labkit.training.diff import compare, diff_records
 from labkit.training.recording import read_record
+from labkit.workload.transformer import gpt
 
 travel_by_value(__name__)
 
@@ -408,7 +409,11 @@ def test_ranks_are_compared_up_to_the_step_before_one_of_them_was_killed(tmp_pat
     assert "rank-1.jsonl.part ends in step 2" in str(comparison)
 
 
-TEXT = {"model": "gpt", "dataset": "text", "batch_size": 16, "lr": 0.01}
+def small_gpt():
+    return nn.Sequential(*gpt((64,), 80, width=24, num_heads=6, num_blocks=1))
+
+
+TEXT = {"model": small_gpt, "dataset": "text", "batch_size": 16, "lr": 0.01}
 LAYOUTS = [
     ("ddp", {"world_size": 2, "bucket_mb": 0.01, "accumulate": 3}),
     ("sharded", {"world_size": 3}),
@@ -416,11 +421,8 @@ LAYOUTS = [
     ("tensor_parallel", {"world_size": 2, **TEXT}),
 ]
 MORE_LAYOUTS = [
-    ("ddp", {"world_size": 4}),
     ("ddp", {"world_size": 3, "builtin": True}),
     ("ddp", {"world_size": 2, "amp": "bf16"}),
-    ("ring_all_reduce", {"world_size": 3, "clip_norm": 0.5}),
-    ("parameter_server", {"world_size": 3}),
     ("parameter_server", {"world_size": 4, "servers": 2}),
     ("data_parallel", {"devices": "cpu,cpu"}),
     ("model_parallel", {"world_size": 3}),
@@ -428,7 +430,6 @@ MORE_LAYOUTS = [
     ("pipeline", {"world_size": 2, "schedule": "interleaved"}),
     ("pipeline", {"world_size": 2, "builtin": True}),
     ("sharded", {"world_size": 2, "stage": 1}),
-    ("sharded", {"world_size": 4, "stage": 2}),
     ("sharded", {"world_size": 2, "builtin": True}),
     ("mesh", {"dp": 2, "pp": 2}),
     ("mesh", {"dp": 2, "tp": 2, **TEXT}),

@@ -2,11 +2,11 @@
 
 import shutil
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
+import warm_python
 
 from labkit.training import doctor
 from labkit.training.doctor import CHECKS
@@ -43,7 +43,7 @@ def test_what_is_missing_or_broken_is_said_line_by_line(tmp_path, monkeypatch, c
 
 @pytest.mark.fresh
 def test_doctor_for_real_on_this_machine():
-    command = [sys.executable, "-m", "labkit", "doctor"]
+    command = [warm_python.command(), "-m", "labkit", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout + done.stderr

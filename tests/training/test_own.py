@@ -5,6 +5,7 @@ import math
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +85,12 @@ def test_what_has_no_classes_reports_its_loss():
     assert result.config.lr == 1e-3
 
 
+class TwoHeads(nn.Linear):
+    def forward(self, inputs):
+        logits = super().forward(inputs)
+        return (logits, logits) if self.training else logits
+
+
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
 REFUSED = {
@@ -93,6 +100,18 @@ REFUSED = {
     "return the pair": {"loss": lambda x, y: cross_entropy(x, y, reduction="sum")},
     "so that shares add up": {"loss": lambda x, y: cross_entropy(x, y, weight=WEIGHTS)},
     "takes no lr and no weight_decay here: leave them": {"optimizer": torch.optim.Adam, "lr": 0.1},
+    "classes from 0 to 5, and the model tells 3": {"dataset": (INPUTS, torch.arange(30) % 6)},
+    "classes from -1 to 2": {"dataset": (INPUTS, torch.arange(30) % 4 - 1)},
+    "all 30 targets of dataset are -100": {"dataset": (INPUTS, torch.full((30,), -100))},
+    "in training mode the model returns a tuple": {"model": TwoHeads(6, 3)},
+    "1 of 25 samples .* more than 1 value": {
+        "model": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)),
+        "dataset": (INPUTS[:25], TARGETS[:25]),
+        "batch_size": 8,
+    },
+    "equally many samples": {"dataset": (INPUTS, TARGETS[:28])},
+    "holds object": {"dataset": (np.array([None] * 8), np.zeros(8))},
+    "one shape": {"dataset": [(torch.randn(6 - i % 2), 0) for i in range(8)]},
 }
 
 

@@ -5,13 +5,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm_python
 from torch import nn
 
 from labkit import RunConfig, run, train_with
@@ -191,6 +191,8 @@ def tied():
 EXACT = {"model": tied, "dtype": "float64", "optimizer": "adamw", "lr_schedule": "cosine"}
 # (Where a gradient is about zero, Adam would turn a rounding into a step.)
 OF_TEXT = {"model": small_gpt, "dataset": "text", "optimizer": "sgd"}
+# As many steps, of fewer tokens.
+OF_TEXT |= {"train_size": 33, "batch_size": 6}
 OF_EXPERTS = OF_TEXT | {"model": small_moe}
 
 
@@ -273,7 +275,7 @@ def test_what_has_no_checkpoints_says_so_before_it_starts(tmp_path, name, option
 def test_sigterm_ends_all_ranks_after_a_step_with_a_checkpoint(tmp_path):
     words = "train --strategy ddp --world-size 2 --epochs 900 --device cpu --model mlp --lr 1e-9 "
     words += f"--checkpoint-every 1000000 --checkpoint-dir {tmp_path}"
-    command = [sys.executable, "-m", "labkit", *words.split()]
+    command = [warm_python.command(), "-m", "labkit", *words.split()]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "epoch 1/" in program.stdout.readline()
     program.send_signal(signal.SIGTERM)

@@ -90,17 +90,3 @@ def test_it_trains_as_on_one_device(model, data, techniques):
 def test_ranks_with_different_data_are_refused():
     with pytest.raises(WorkerError, match=r"data set of rank . differs.*seed"):
         train_with("ddp", model=with_statistics, dataset=unseeded, **ON_TWO, **SMALL)
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "words"),
-    [
-        (lambda: labelled(torch.randn(33, 8)), {}, "1 of 33 samples .* more than 1 value"),
-        (lambda: (torch.randn(32, 8), torch.zeros(30).long()), {}, "equally many samples"),
-        (lambda: (np.array([None] * 8), np.zeros(8)), {}, "holds object"),
-        (lambda: [(torch.randn(8 - i % 2), 0) for i in range(8)], {}, "one shape"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_refused_before_a_process_starts(data, options, words):
-    with pytest.raises(ValueError, match=words):
-        train_with("ddp", model=with_statistics, dataset=data, **ON_TWO, **options, **SMALL)

@@ -10,19 +10,14 @@ from labkit.engine.tracing import Span, Trace
 from labkit.engine.tracing.chrome import read_traces
 
 
-def written(folder, events, name="trace.json", **head):
-    path = folder / name
-    path.write_text(json.dumps({"traceEvents": events, **head}))
+def written(folder, events):
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
     return path
 
 
 def event(name, ts, dur, cat="cpu_op", **more):
     return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 7, "tid": 1, **more}
-
-
-def of_rank(folder, rank, events, world_size=2, **head):
-    note = {"rank": rank, "world_size": world_size}
-    return written(folder, events, f"rank{rank}.json", distributedInfo=note, **head)
 
 
 def test_a_saved_trace_comes_back(tmp_path):
@@ -57,15 +52,6 @@ def test_on_a_gpu_kernels_count_and_their_launches_do_not(tmp_path):
     trace, gap = read_traces([path])
     assert [span.kind for span in trace.spans] == ["compute", "communicate", "compute"]
     assert gap == "a GPU without work"
-
-
-def test_until_the_last_rank_has_begun_a_collective_the_others_wait(tmp_path):
-    early = of_rank(tmp_path, 0, [event("gloo:all_reduce", 10, 30, "user_annotation")])
-    late = of_rank(tmp_path, 1, [event("gloo:all_reduce", 30, 10, "user_annotation")])
-    trace, _ = read_traces([late, early])
-    (wait,) = trace.of(kind="wait")
-    assert (wait.rank, wait.peer, wait.duration_s) == (0, 1, pytest.approx(20e-6))
-    assert [span.rank for span in trace.of(kind="communicate")] == [0, 1]
 
 
 GOOD = json.dumps({"traceEvents": [event("aten::mm", 1, 2)]})

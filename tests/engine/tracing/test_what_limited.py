@@ -5,8 +5,7 @@ with times rounded to 0.1 µs: ``computing`` is ddp on 2 ranks with batches of 5
 ddp on 3 with straggler 1:4, ``slow_link`` ddp on 2 over a link of 1 ms and 10 MB/s,
 ``busy_server`` a parameter server and 3 workers over 5 MB/s, ``async_straggler`` the asynchronous
 one with straggler 1:6, ``bubble`` model parallelism on 2 stages of equal cost,
-``late_without_spans`` four ranks at a barrier of which rank 2 sleeps longer. ``profiler_rankN`` is
-PyTorch's profiler: DDP over gloo on 2 ranks, whose rank 1 sleeps 20 ms in every step.
+``late_without_spans`` four ranks at a barrier of which rank 2 sleeps longer.
 """
 
 from pathlib import Path
@@ -38,14 +37,6 @@ def test_recorded_runs(name, kind, rank, words):
     assert (limit.kind, limit.rank) == (kind, rank)
     assert words in str(limit)
     assert sum(limit.shares.values()) == pytest.approx(1)
-
-
-def test_the_two_files_of_pytorchs_profiler_show_who_is_late():
-    files = [RECORDED / f"profiler_rank{rank}.json.gz" for rank in (0, 1)]
-    trace, gap = read_traces(files)
-    limit = what_limited(trace, gap=gap)
-    assert (limit.kind, limit.rank) == ("straggler", 1)
-    assert "rank 0 waited for it 42% of its time" in str(limit)
 
 
 def test_a_stage_is_idle_until_the_last_one_ends():

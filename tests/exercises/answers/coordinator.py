@@ -63,6 +63,6 @@ ANSWERS = [
     Answers(
         check.coordinator.decide,
         [with_a_class],
-        [same_cycle, never_again, keeps_the_first_places, lambda cycles: None],
+        [same_cycle, never_again, keeps_the_first_places],
     )
 ]

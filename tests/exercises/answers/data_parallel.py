@@ -76,10 +76,6 @@ def adds(gradients):
     return sums
 
 
-def takes_means(gradients):
-    return [total if total is None else total / len(gradients) for total in adds(gradients)]
-
-
 ANSWERS = [
     Answers(
         check.data_parallel.replicate,
@@ -98,7 +94,7 @@ ANSWERS = [
     Answers(
         check.data_parallel.gather,
         [in_float64],
-        [with_means, runs_on, lambda outputs, targets: None],
+        [with_means, runs_on],
         on=1,
     ),
     Answers(
@@ -109,6 +105,6 @@ ANSWERS = [
     Answers(
         check.data_parallel.reduce,
         [adds],
-        [takes_means, lambda gradients: adds(gradients)[0], lambda gradients: gradients[0]],
+        [lambda gradients: gradients[0]],
     ),
 ]

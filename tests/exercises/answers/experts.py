@@ -157,6 +157,6 @@ ANSWERS = [
     Answers(
         check.experts.layer_bytes,
         [lambda n, k, d, p, size: 4 * k * n * (p - 1) * d * size // p],
-        [lambda n, k, d, p, size: 4 * k * n * d * size, lambda *_: None],
+        [lambda n, k, d, p, size: 4 * k * n * d * size],
     ),
 ]

@@ -33,10 +33,6 @@ def of_one_gpu(checkpoint_s, gpu_s, num_gpus):
     return interval(checkpoint_s, gpu_s, 1)
 
 
-def in_minutes(checkpoint_s, gpu_s, num_gpus):
-    return interval(checkpoint_s, gpu_s, num_gpus) / 60
-
-
 # quorum(answers, last, now_s, patience_s, min_replicas)
 
 
@@ -129,7 +125,7 @@ ANSWERS = [
     Answers(
         check.failures.interval,
         [interval, least_of_many],
-        [without_the_factor, of_one_gpu, in_minutes],
+        [without_the_factor, of_one_gpu],
     ),
     Answers(
         check.failures.quorum,

@@ -13,11 +13,6 @@ from workbook.exercises.grader import on_ranks, solved
 # On ranks: naive_all_reduce(comm, tensor)
 
 
-def a_little_too_much(comm, tensor):
-    naive_all_reduce(comm, tensor)
-    tensor *= 1 + 5e-5
-
-
 def adds_up_over_calls(calls, comm, tensor):
     naive_all_reduce(comm, tensor)
     calls.append(1)
@@ -27,13 +22,6 @@ def adds_up_over_calls(calls, comm, tensor):
 def only_known_sizes(comm, tensor):
     if tensor.numel() in (96, 10, 2, 1, 0):
         naive_all_reduce(comm, tensor)
-
-
-def twice_its_rank(fn, world_sizes=(2, 3, 4)):
-    """``fn(comm)``: a number."""
-    fields = {"inputs": lambda rank, case: (), "signature": "comm", "written": None}
-    exercise = check.Exercise("twice", lambda rank, case: 2 * rank, **fields)
-    return check.grade(fn, exercise, world_sizes)
 
 
 # In no rank
@@ -70,12 +58,11 @@ ANSWERS = [
     Answers(
         check.ring.naive_all_reduce,
         [],
-        [a_little_too_much, partial(adds_up_over_calls, []), only_known_sizes],
+        [partial(adds_up_over_calls, []), only_known_sizes],
     ),
-    Answers(twice_its_rank, [], [lambda comm: comm.rank]),
     Answers(
         totals,
         [lambda n, s: torch.tensor([*generated(n, s)])],
-        [ends(without_end), keeps_a_list, lambda n, s: [str(t) for t in generated(n, s)]],
+        [ends(without_end), keeps_a_list],
     ),
 ]

@@ -49,10 +49,6 @@ def at_half_precision(comm, entering, leaving):
     backward(comm, entering, leaving, lambda gradient: gradient.half().float())
 
 
-def averages(comm, entering, leaving):
-    backward(comm, entering, leaving, lambda gradient: gradient / comm.world_size)
-
-
 def to_the_first_stage(comm, entering, leaving):
     backward(comm, entering, leaving, to=0)
 
@@ -104,7 +100,5 @@ ANSWERS = [
         [yields_both],
         [runs_a_copy, runs_on_its_own_inputs, sends_something_else],
     ),
-    Answers(
-        check.hops.backward, [backward], [at_half_precision, averages, ends(to_the_first_stage)]
-    ),
+    Answers(check.hops.backward, [backward], [at_half_precision, ends(to_the_first_stage)]),
 ]

@@ -109,11 +109,11 @@ def forgets_the_others_at_home(comm, tensor, hosts):
 # local_sgd(comm, weight, gradient_of, steps, every)
 
 
-def local_sgd(comm, weight, gradient_of, steps, every, op="mean"):
+def local_sgd(comm, weight, gradient_of, steps, every):
     for step in range(steps):
         weight -= 0.1 * gradient_of(weight, step)
         if (step + 1) % every == 0 or step + 1 == steps:
-            ring_all_reduce(comm, weight, op)
+            ring_all_reduce(comm, weight, "mean")
 
 
 def as_explained(comm, weight, gradient_of, steps, every):
@@ -126,10 +126,6 @@ def round_by_round(comm, weight, gradient_of, steps, every):
             weight.sub_(gradient_of(weight, step), alpha=0.1)
         fast_ring_all_reduce(comm, weight)
         weight /= comm.world_size
-
-
-def adds_the_weights(comm, weight, gradient_of, steps, every):
-    local_sgd(comm, weight, gradient_of, steps, every, op="sum")
 
 
 def leaves_the_last_steps(comm, weight, gradient_of, steps, every):
@@ -183,7 +179,7 @@ ANSWERS = [
         check.hosts.local_sgd,
         [as_explained, round_by_round],
         [
-            *(adds_the_weights, leaves_the_last_steps, averages_before_the_first_step_too),
+            *(leaves_the_last_steps, averages_before_the_first_step_too),
             *(averages_gradients, counts_steps_from_0, averages_once_more),
         ],
     ),

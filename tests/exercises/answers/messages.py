@@ -106,7 +106,7 @@ ANSWERS = [
     Answers(
         check.messages.there_and_back,
         [as_a_list],
-        [rank_1_forgets_to_add, lambda comm, mine: mine, ends(everyone_but_0_is_rank_1)],
+        [rank_1_forgets_to_add, ends(everyone_but_0_is_rank_1)],
     ),
     Answers(
         check.messages.round_trip,
@@ -124,7 +124,6 @@ ANSWERS = [
         [
             lambda small, large, num_bytes: large[1] / large[0] * num_bytes,
             lambda small, large, num_bytes: small[1] + large[1] / large[0] * num_bytes,
-            lambda small, large, num_bytes: None,
         ],
     ),
 ]

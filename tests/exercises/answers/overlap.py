@@ -108,7 +108,6 @@ ANSWERS = [
         [in_order],
         [
             as_they_fill,
-            lambda buckets, start: None,
             lambda buckets, start: in_order(buckets[::-1], start),
         ],
     ),

@@ -19,9 +19,9 @@ def workers(comm):
 # one_by_one(comm, values)
 
 
-def answers_at_once(comm, values, lr=0.1):
+def answers_at_once(comm, values):
     for rank in workers(comm):
-        values -= lr * comm.recv(torch.empty_like(values), rank)
+        values -= 0.1 * comm.recv(torch.empty_like(values), rank)
         comm.send(values, rank)
 
 
@@ -84,9 +84,8 @@ def pushes_parameters(comm, gradient, values, servers):
 # shards(comm, gradient, values, batch_size)
 
 
-def does_both(comm, gradient, values, batch_size, own=1.0):
+def does_both(comm, gradient, values, batch_size):
     chunks, mine = split_chunks(gradient, comm.world_size), (comm.rank + 1) % comm.world_size
-    gradient *= own
     share_reduce(comm, chunks)
     pieces = split_chunks(values, comm.world_size)
     pieces[mine] -= 0.1 * chunks[mine] / batch_size
@@ -100,7 +99,6 @@ ANSWERS = [
         [
             partial(serves, batch_size=1),
             answers_from_new_parameters,
-            partial(answers_at_once, lr=1.0),
         ],
     ),
     Answers(
@@ -129,7 +127,6 @@ ANSWERS = [
             lambda comm, gradient, values, batch_size: values.copy_(
                 ring_all_reduce(comm, gradient)
             ),
-            partial(does_both, own=0.5),
             lambda comm, gradient, values, batch_size: values.sub_(gradient / batch_size),
         ],
     ),

@@ -351,7 +351,7 @@ ANSWERS = [
     Answers(
         check.puzzles.all_to_all,
         [by_binary_digits],
-        [pair_by_pair, lambda comm, blocks: blocks],
+        [pair_by_pair],
         on=4,
     ),
     Answers(
@@ -361,7 +361,6 @@ ANSWERS = [
             partial(recomputes, begins=range(0, 64, 8)),
             from_the_start,
             from_the_first_to_the_last,
-            lambda *given: given[-1],
         ],
     ),
     Answers(
@@ -388,9 +387,7 @@ ANSWERS = [
         [exact_both_ways, lambda comm, tensor: tensor.double().sum().item()],
         on=6,
     ),
-    Answers(
-        check.puzzles.broadcast, [by_bits], [root_tells_all, lambda comm, tensor: tensor], on=8
-    ),
+    Answers(check.puzzles.broadcast, [by_bits], [root_tells_all], on=8),
     Answers(
         check.puzzles.prefix_sum, [hillis_steele], [prefix_in_a_row, stops_after_one_step], on=6
     ),
@@ -400,13 +397,11 @@ ANSWERS = [
         [pair_by_pair_of_copies, lambda comm, tensor: bruck(comm, tensor)[::-1]],
         on=6,
     ),
-    Answers(
-        check.puzzles.long_broadcast, [in_segments], [by_doubling, lambda comm, tensor: None], on=6
-    ),
+    Answers(check.puzzles.long_broadcast, [in_segments], [by_doubling], on=6),
     Answers(
         check.puzzles.reduce_blocks,
         [by_halving],
-        [pair_by_pair_then_adds, lambda comm, blocks: blocks[comm.rank]],
+        [pair_by_pair_then_adds],
         on=6,
     ),
     Answers(check.puzzles.all_reduce, [in_census], [by_folding, doubles_around_the_circle], on=6),

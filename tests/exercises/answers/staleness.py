@@ -33,11 +33,11 @@ def workers_of(comm):
 # server(comm, parameters, num_updates)
 
 
-def serve(comm, parameters, num_updates, factor=1.0):
+def serve(comm, parameters, num_updates):
     gradient = torch.empty_like(parameters)
     for _ in range(num_updates):
         worker = comm.recv_any(gradient, workers_of(comm))
-        parameters -= factor * gradient
+        parameters -= gradient
         comm.send(parameters, worker)
 
 
@@ -51,9 +51,9 @@ def serve_one_after_another(comm, parameters, num_updates):
 # push(comm, parameters, worker)
 
 
-def push(comm, parameters, worker, factor=1.0, answer=lambda p, g: p):
+def push(comm, parameters, worker, answer=lambda p, g: p):
     gradient = comm.recv(torch.empty_like(parameters), worker)
-    parameters -= factor * gradient
+    parameters -= gradient
     comm.send(answer(parameters, gradient), worker)
 
 
@@ -80,7 +80,6 @@ ANSWERS = [
         [
             lambda events: [late + 1 for late in staleness_of(events)],
             lambda events: [i for i, (kind, _) in enumerate(events) if kind == "push"],
-            lambda events: None,
         ],
     ),
     Answers(
@@ -89,7 +88,6 @@ ANSWERS = [
         [
             lambda worker, version, pulled, bound: True,
             partial(may_apply, newest_first=True),
-            lambda w, version, pulled: True,
         ],
     ),
     Answers(
@@ -97,7 +95,6 @@ ANSWERS = [
         [serve],
         [
             ends(serve_one_after_another),
-            partial(serve, factor=0.5),
             lambda comm, parameters, num_updates: serve(comm, parameters.clone(), num_updates),
         ],
     ),
@@ -105,7 +102,6 @@ ANSWERS = [
         check.staleness.push,
         [push],
         [
-            partial(push, factor=0.5),
             partial(push, answer=lambda p, g: g),
             partial(push, answer=lambda p, g: p + g),
         ],

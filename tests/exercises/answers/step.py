@@ -55,7 +55,6 @@ ANSWERS = [
         [
             lambda n, s, i, o, w: operations(n, s, i, o, w) // 2,
             lambda n, s, i, o, w: 2 * n * s**2 * i * w**2,
-            lambda n, s, i, o, w: None,
         ],
     ),
     Answers(
