@@ -40,7 +40,8 @@ OMP_NUM_THREADS=1 "$folder/env/bin/python" -m torch.distributed.run --standalone
 }
 files() { ls "$1" | grep -E '^(config.json|model.safetensors)$' | paste -sd ' '; }
 echo "before the group: rank 0 $(files before_0); rank 1 $(files before_1)"
-echo "with the group: rank 0 $(files with_0); rank 1 $(files with_1)"
+others=$(files with_1 || true)
+echo "with the group: rank 0 $(files with_0); rank 1 ${others:-(nothing)}"
 both="config.json model.safetensors"
 [ "$(files before_0)" = "$both" ] && [ "$(files before_1)" = "$both" ]
-[ "$(files with_0)" = "$both" ] && [ -z "$(files with_1)" ]
+[ "$(files with_0)" = "$both" ] && [ -z "$others" ]
