@@ -243,7 +243,7 @@ def main() -> None:
     found = run_elsewhere(given.contenders.split(","), given.steps, given.repeats)
     print(elsewhere_table(found))
     how = {"command": "make elsewhere", "config": vars(given)}
-    write(how | found | machine(), path, {})
+    write(how | found | machine(), path)
 
 
 if __name__ == "__main__":

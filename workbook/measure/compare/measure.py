@@ -49,7 +49,8 @@ def main(json_path: str | None = None, words: Sequence[str] = (), **settings: An
     """
     record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
     print(report(record))
-    write(record, json_path, {})
+    if json_path is not None:
+        write(record, json_path)
     return int(any(row["failed"] for row in record["skipped"]))
 
 
