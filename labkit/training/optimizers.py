@@ -125,7 +125,9 @@ def try_optimizer(
     given = trained_parameters(model)
     with seeded(seed):
         optimizer = _made(name, make, given)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = set[int]()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
     known = held & {id(parameter) for parameter in given}
     if not known or held - known:
         raise ValueError(
