@@ -125,9 +125,7 @@ def try_optimizer(
     given = trained_parameters(model)
     with seeded(seed):
         optimizer = _made(name, make, given)
-    held = set[int]()
-    for group in optimizer.param_groups:
-        held.update(map(id, group["params"]))
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = held & {id(parameter) for parameter in given}
     if not known or held - known:
         raise ValueError(
