@@ -47,7 +47,7 @@ help:
 	@echo "make faults          test the fault table: what users can run into, row by row, with seconds"
 	@echo "make storm           signals at random moments, 500 runs (a few minutes)"
 	@echo "make storm-resume    20 runs of each technique killed, resumed and compared (half an hour)"
-	@echo "make bench           measure labkit against PyTorch here (one bench: ARGS=all-reduce)"
+	@echo "make bench           measure our all-reduces against gloo and NCCL here"
 	@echo "make two-hosts       train on two hosts on this machine, and record it (root; seven minutes)"
 	@echo "make gpu-report      all figures of a GPU server as one page, in 30 minutes at most"
 	@echo "make elsewhere       train the same with PyTorch, Horovod and TensorFlow, and record it"

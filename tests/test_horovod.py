@@ -30,7 +30,7 @@ def test_nothing_is_decided_before_all_ranks_have_it_and_then_in_one_order():
 
 def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
     def submitted(tensor, kind="allreduce", option="sum"):
-        return Handle(None, kind, option, tensor, None, "a line")
+        return Handle(None, kind, option, tensor, "a line")
 
     sizes = [
         [one.tensor.numel() for one in group]
@@ -66,9 +66,8 @@ def reductions():
     size, rank = hvd.size(), hvd.rank()
     values, every = mine(3, 4), everyone(3, 4)
     assert near(hvd.allreduce(values), every.mean(0))
-    assert near(hvd.allreduce(values, op=hvd.Min, name="least"), every.amin(0))
-    assert near(hvd.allreduce(values, op=hvd.Max), every.amax(0))
-    assert near(hvd.allreduce(values, op=hvd.Product), every.prod(0))
+    assert near(hvd.allreduce(values, op=hvd.Sum, name="sum"), every.sum(0))
+    assert values.equal(mine(3, 4))
     assert near(hvd.allreduce(values.t(), name="t"), every.mean(0).t())
     assert near(hvd.allreduce(values[0, 0]), every.mean(0)[0, 0])
     assert hvd.allreduce(torch.empty(0, 3)).shape == (0, 3)
@@ -76,16 +75,14 @@ def reductions():
     mean = (size - 1) / 2
     whole = hvd.allreduce(torch.tensor([rank, -rank, 7]))
     assert whole.tolist() == [int(mean), int(-mean), 7]
-    half = hvd.allreduce(values.float(), compression=hvd.Compression.fp16)
-    assert half.dtype == torch.float32
-    assert torch.allclose(half.double(), every.mean(0), atol=2e-3)
     same = mine(4)[::2]
     assert hvd.allreduce_(same, op=hvd.Sum) is same
     assert near(same, everyone(4).sum(0)[::2])
     parameter = nn.Parameter(mine(2))
     assert near(hvd.allreduce_(parameter, op=hvd.Sum).detach(), everyone(2).sum(0))
-    handle = hvd.allreduce_async(values, name="held")
+    handle = hvd.allreduce_async_(values, name="held")
     assert near(hvd.synchronize(handle), every.mean(0))
+    assert near(values, every.mean(0))
 
 
 def gathers():
@@ -118,11 +115,10 @@ def errors():
     refused("not a rank", hvd.broadcast, one, hvd.size())
     refused("detach", hvd.allreduce, one.requires_grad_())
     one = one.detach()
-    refused("without it", hvd.init, [7])
-    hvd.allreduce_async(one, name="twice")
+    hvd.allreduce_async_(one, name="twice")
     with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
-        hvd.allreduce_async(one, name="twice")
-    hvd.allreduce(one)
+        hvd.allreduce_async_(one.clone(), name="twice")
+    hvd.allreduce(torch.ones(1))
 
 
 # ---- training
@@ -205,8 +201,6 @@ def optimizer_rules():
         model(mine(3, 2)).sum().backward()
 
     backward()
-    with pytest.raises(AssertionError, match="zero_grad"):
-        optimizer.zero_grad()
     with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
         backward()
     optimizer.step()
@@ -235,8 +229,7 @@ def optimizer_rules():
 def optimizer_refusals():
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), 1)
-    refused("op=", hvd.DistributedOptimizer, plain, op=hvd.Min)
-    refused("an optimizer", hvd.DistributedOptimizer, 3)
+    refused("op=", hvd.DistributedOptimizer, plain, op="max")
     refused("passes", hvd.DistributedOptimizer, plain, backward_passes_per_step=0)
     half = hvd.DistributedOptimizer(
         plain,
@@ -245,11 +238,7 @@ def optimizer_refusals():
     )
     model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
     half.step()
-    refused("closure", half.step, lambda: 0.0)
     assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
-    table = nn.Embedding(4, 2, sparse=True)
-    hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1.0))
-    refused("sparse=False", table(torch.tensor([3])).sum().backward)
 
 
 def states():
@@ -281,7 +270,6 @@ def answers():
     assert talk >= 2 * others or hvd.size() == 1
     assert 0 <= hvd.engine().comm.bytes_sent - before[1] - sums.num_bytes < 800
     hvd.shutdown()
-    assert not hvd.is_initialized()
     with pytest.raises(ValueError, match="call hvd"):
         hvd.rank()
     hvd.init()
@@ -298,7 +286,7 @@ def everything(comm, given):
     for part in PARTS:
         part()
     # The rank's own messages do not mix with those of the thread.
-    handle = hvd.allreduce_async(torch.ones(4))
+    handle = hvd.allreduce_async_(torch.ones(4))
     comm.barrier()
     assert hvd.synchronize(handle).tolist() == [1] * 4
 
@@ -315,7 +303,6 @@ def test_alone_without_a_launcher():
             part()
     finally:
         hvd.shutdown()
-    assert not hvd.is_initialized()
 
 
 # ---- scripts of torchrun

@@ -31,8 +31,8 @@ from labkit.collectives import broadcast
 from labkit.engine.comm.comm import Comm
 from labkit.engine.files import check_writable
 from labkit.units import parse_bytes
-from workbook.measure.all_reduce import SIZES_BYTES, Guest, bench_all_reduce, checked_turns
-from workbook.measure.command import show
+from workbook.measure.all_reduce import Guest, checked_turns
+from workbook.measure.bench import SIZES_BYTES, bench_all_reduce, show
 from workbook.measure.turns import Turn
 
 PROGRAM = Path(__file__).with_name("mpi_rank.py")

@@ -29,7 +29,7 @@ from labkit.units import check_choice
 from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
 from labkit.workload.samples import epoch_order
-from workbook.measure.elsewhere import elsewhere_figure, elsewhere_table
+from workbook.measure.elsewhere import elsewhere_table
 from workbook.measure.environments import FRAMEWORKS, REPOSITORY, environment_of, why_not
 from workbook.measure.record import Spread, machine, write
 from workbook.measure.turns import in_turn
@@ -243,7 +243,7 @@ def main() -> None:
     found = run_elsewhere(given.contenders.split(","), given.steps, given.repeats)
     print(elsewhere_table(found))
     how = {"command": "make elsewhere", "config": vars(given)}
-    write(how | found | machine(), path, {f"{given.out}.png": elsewhere_figure(found)})
+    write(how | found | machine(), path)
 
 
 if __name__ == "__main__":

@@ -31,16 +31,12 @@ def steps(gpus: int) -> dict[str, tuple[float, list[str]]]:
     ranks = ",".join(map(str, sorted({2, most})))
     tests = [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:nbval", "-k", "not notebook"]
 
-    def bench(name: str, *options: str) -> list[str]:
-        where = ["--device", "cuda", "--json", "{}/result.json"]
-        return [*LABKIT, "bench", name, *where, *options]
-
+    bench = [*LABKIT, "bench", "--device", "cuda", "--world-size", ranks]
+    bench += ["--json", "{}/result.json", "--figure", "{}/time.png"]
     found = {
         "doctor": (120, [*LABKIT, "doctor"]),
-        "all-reduce": (210, bench("all-reduce", "--world-size", ranks, "--figure", "{}/time.png")),
+        "all-reduce": (210, bench),
         "tests": (420, [*tests, "-q"]),
-        "ddp": (150, bench("ddp", "--world-size", ranks)),
-        "pipeline": (180, bench("pipeline", "--world-size", "2", "--models", "vgg16")),
         "compare": (240, [*LABKIT, "compare", "--device", "cuda", "--repeats", "1"]),
     }
     found["compare"][1].extend(["--json", "{}/result.json"])

@@ -271,7 +271,7 @@ def main() -> None:
 
     print(two_hosts.two_hosts_table(found))
     how = {"command": "make two-hosts", "config": {"repeats": given.repeats}}
-    write(how | found | machine(), f"{given.out}.json", {})
+    write(how | found | machine(), f"{given.out}.json")
 
 
 if __name__ == "__main__":

@@ -35,24 +35,21 @@ def _percent(text: str) -> float:
 
 
 def _add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="measure labkit against PyTorch on this machine")
+    bench = commands.add_parser("bench", help="measure our all-reduces against gloo and NCCL")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    names = "all-reduce, ddp, pipeline; all of them if left out"
-    add("names", nargs="*", metavar="NAME", help=names)
+    add("name", nargs="?", metavar="NAME", help="all-reduce, the only one")
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
-    sizes = "all-reduce: tensor sizes, for example 4KiB,1MiB"
+    sizes = "tensor sizes, for example 4KiB,1MiB"
     parse_sizes = list_of(units.parse_bytes)
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
-    add("--models", type=list_of(str), metavar="M,M", help="ddp, pipeline: resnet18, vgg16")
-    add("--repeats", type=int, metavar="N", help="at most N repeats; slow ones get fewer")
+    add("--repeats", type=int, metavar="N", help="turns of each (30)")
     add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
     add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
-    record = "record the results of one benchmark, and the hardware, in FILE"
+    record = "record the results, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    draw = "all-reduce: draw the times, to FILE.png"
-    add("--figure", dest="figure_path", metavar="FILE.png", help=draw)
+    add("--figure", dest="figure_path", metavar="FILE.png", help="draw the times, to FILE.png")
 
 
 def _add_compare(commands) -> None:
@@ -83,7 +80,7 @@ def _add_compare(commands) -> None:
 
 def _bench(arguments: Namespace) -> int:
     check_writable(arguments.json_path, arguments.figure_path)
-    from workbook.measure.command import main as bench
+    from workbook.measure.bench import main as bench
 
     return bench(**_given(arguments))
 

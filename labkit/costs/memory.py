@@ -32,7 +32,6 @@ def sharded_memory(
         states: the optimizer's numbers per parameter: SGD's momentum 1, Adam 2.
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
-
     full_bytes = [element_bytes * size for size in sizes]
     bounds = [chunk_bounds(size, world_size)[owned_chunk(rank, world_size)] for size in sizes]
     shard_bytes = [element_bytes * (end - start) for start, end in bounds]
@@ -44,13 +43,15 @@ def sharded_memory(
     }
     setups = [between_steps | {"optimizer": 0}]
     if stage == 3:
+        ledger = setups[0] | {"parameters": 0, "gradients": 0}
         for flat, flat_bytes in enumerate(full_bytes):
-            ledger = dict(setups[0])
-            ledger["parameters"] = sum(shard_bytes[: flat + 1]) + flat_bytes
-            ledger["gradients"] = _sum_of(shard_bytes, [n for n in trained if n <= flat])
-            setups.append(ledger)
+            ledger["parameters"] += shard_bytes[flat]
+            if flat in trained:
+                ledger["gradients"] += shard_bytes[flat]
+            setups.append(ledger | {"parameters": ledger["parameters"] + flat_bytes})
     backwards = [between_steps]
-    owned = [[flat for flat in unit if flat in trained] for unit in first_uses(uses)] + [[]]
+    owned = [set(unit) & set(trained) for unit in first_uses(uses)]
+    owned.append(set())
     first = min(unit for unit, used in enumerate(uses) if set(used) & set(trained))
     # Backward goes from the last unit to the first trained one. (Stage 1 keeps all gradients.)
     units = reversed(range(first, len(uses))) if stage > 1 else ()

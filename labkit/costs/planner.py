@@ -154,21 +154,39 @@ def predict_split(
     points = check_split_points(split_points, len(profile.layers))
     layers, first = _in_training(profile)
     count = min(micro_batches, profile.batch_size)
-    stages = [layers[start:end] for start, end in stage_bounds(points, len(layers))]
-    streams = pipeline_streams(schedule, len(stages), count, stages_per_rank=1)
-    held = [in_flight(stream) / count for stream in streams]
-    hop_bytes = tuple(layers[cut - 1].output_bytes for cut in points)
+    held = _held_batches(schedule, len(points) + 1, count)
+    forward_s = []
+    backward_s = []
+    memory_bytes = []
+    first_trained = 0
+    for stage, (start, end) in enumerate(stage_bounds(points, len(layers))):
+        forward_s.append(sum(layer.forward_s for layer in layers[start:end]))
+        backward_s.append(sum(layer.backward_s for layer in layers[start:end]))
+        memory_bytes.append(_memory_bytes(layers[start:end], held[stage]))
+        if end <= first:
+            first_trained = stage + 1
+    hop_bytes = []
+    hop_s = []
+    for cut in points:
+        hop_bytes.append(layers[cut - 1].output_bytes)
+        hop_s.append(count * link.message_seconds(hop_bytes[-1] / count))
     return SplitModel(
-        points,
-        schedule,
-        count,
-        forward_s=tuple(sum(layer.forward_s for layer in stage) for stage in stages),
-        backward_s=tuple(sum(layer.backward_s for layer in stage) for stage in stages),
-        hop_bytes=hop_bytes,
-        hop_s=tuple(count * link.message_seconds(size / count) for size in hop_bytes),
-        memory_bytes=tuple(map(_memory_bytes, stages, held)),
-        first_trained=sum(end <= first for end in (*points, len(layers))),
+        split_points=points,
+        schedule=schedule,
+        micro_batches=count,
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        hop_bytes=tuple(hop_bytes),
+        hop_s=tuple(hop_s),
+        memory_bytes=tuple(memory_bytes),
+        first_trained=first_trained,
     )
+
+
+def _held_batches(schedule: str, num_stages: int, micro_batches: int) -> list[float]:
+    """By stage, the batches whose activations it holds at one time."""
+    streams = pipeline_streams(schedule, num_stages, micro_batches, stages_per_rank=1)
+    return [in_flight(stream) / micro_batches for stream in streams]
 
 
 def _in_training(profile: Profile) -> tuple[list[LayerCost], int]:
@@ -212,8 +230,7 @@ def best_split(
     """
     layers, first = _in_training(profile)
     count = min(micro_batches, profile.batch_size)
-    streams = pipeline_streams(schedule, num_stages, count, stages_per_rank=1)
-    held = [in_flight(stream) / count for stream in streams]
+    held = _held_batches(schedule, num_stages, count)
     cap_bytes = memory_cap_bytes or math.inf
 
     def memory_bytes(stage: int, start: int, end: int) -> int:

@@ -5,40 +5,33 @@ different orders: see ``labkit.horovod.coordinator``. Arguments, defaults and re
 Horovod 0.28 (horovod.readthedocs.io/en/stable/api.html), as far as its examples use them.
 ``hvd.engine().comm`` counts messages and bytes.
 
-``..._async`` submits and returns a ``Handle``; ``..._`` works in place; the others wait and return
-a new tensor, without a gradient. A name says what belongs together on all ranks; without one, the
-order of the calls does.
+``allreduce_async_`` submits and returns a handle for ``synchronize``; ``..._`` works in place; the
+others wait and return a new tensor, without a gradient. A name says what belongs together on all
+ranks; without one, the order of the calls does.
 """
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from labkit.collectives.common import Reduction, check_root, mean_of, new_like
+from labkit.collectives.common import Reduction, check_root, mean_of
 from labkit.engine.runtime.plain import dump_plain, load_plain
 from labkit.horovod.negotiator import (
     Handle,
-    NegotiationError,
+    HorovodInternalError as HorovodInternalError,
     engine,
     init as init,
-    is_initialized as is_initialized,
     shutdown as shutdown,
 )
 from labkit.horovod.optimizer import (
     Average,
-    Compression,
+    Compression as Compression,
     DistributedOptimizer as DistributedOptimizer,
     Sum as Sum,
-    compress,
 )
 from labkit.strategies import sync_batch_norm
-
-HorovodInternalError = NegotiationError
-Min = "min"
-Max = "max"
-Product = "product"
 
 
 def rank() -> int:
@@ -57,35 +50,12 @@ def local_size() -> int:
     return engine().opened.local_size
 
 
-def allreduce_async(
-    tensor: Tensor, *, name: str | None = None, op: str = Average, out: Tensor | None = None
-) -> Handle:
-    """Reduce by ``op``: Average, Sum, Min, Max or Product."""
+def allreduce_async_(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Handle:
+    """Begin to reduce in place by ``op``: Average or Sum."""
     if op == Average:
         op = mean_of(tensor.dtype)
     Reduction.of(op, tensor)
-    return engine().submit("allreduce", name, tensor, op, out)
-
-
-def allreduce_async_(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Handle:
-    return allreduce_async(tensor, name=name, op=op, out=tensor)
-
-
-def allreduce_(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Tensor:
-    return allreduce_async_(tensor, name=name, op=op).wait()
-
-
-def allreduce(
-    tensor: Tensor,
-    *,
-    name: str | None = None,
-    compression: torch.dtype | None = Compression.none,
-    op: str = Average,
-) -> Tensor:
-    """Reduce as ``allreduce_async`` does; ``compression`` is for what travels."""
-    _check_no_gradient(tensor)
-    handle = allreduce_async(compress(tensor, compression), name=name, op=op)
-    return handle.wait().to(tensor.dtype)
+    return engine().submit("allreduce", name, tensor, op)
 
 
 def synchronize(handle: Handle) -> Tensor:
@@ -93,28 +63,37 @@ def synchronize(handle: Handle) -> Tensor:
     return handle.wait()
 
 
+def allreduce_(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Tensor:
+    allreduce_async_(tensor, name=name, op=op).wait()
+    return tensor
+
+
+def allreduce(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Tensor:
+    return allreduce_(_copy_of(tensor), name=name, op=op)
+
+
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
     """Put all ranks' tensors one below the other; their first dimensions may differ."""
-    _check_no_gradient(tensor)
     if tensor.dim() == 0:
         raise ValueError("allgather works along rows: use tensor.reshape(1)")
-    return engine().submit("allgather", name, tensor).wait()
+    return engine().submit("allgather", name, _copy_of(tensor)).wait()
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
     """Copy the root's values, in place."""
     check_root(engine().comm, root_rank)
-    return engine().submit("broadcast", name, tensor, str(root_rank), tensor).wait()
+    engine().submit("broadcast", name, tensor, str(root_rank)).wait()
+    return tensor
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
-    _check_no_gradient(tensor)
-    return broadcast_(new_like(tensor).copy_(tensor), root_rank, name)
+    return broadcast_(_copy_of(tensor), root_rank, name)
 
 
-def _check_no_gradient(tensor: Tensor) -> None:
+def _copy_of(tensor: Tensor) -> Tensor:
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError("no gradient flows through a collective here: give tensor.detach()")
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
@@ -126,12 +105,9 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return the root's object; on the root the object itself."""
+    """Return the root's object, on all ranks."""
     check_root(engine().comm, root_rank)
-    if rank() == root_rank:
-        allgather_object(obj, name)
-        return obj
-    return allgather_object(None, name)[root_rank]
+    return allgather_object(obj if rank() == root_rank else None, name)[root_rank]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -157,13 +133,9 @@ class _GlobalBatch(sync_batch_norm.GlobalBatch):
         return allgather(row[None])
 
 
-class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
+class SyncBatchNorm(sync_batch_norm.SyncBatchNorm, nn.SyncBatchNorm):
     """BatchNorm with the statistics of all ranks' batches, of inputs of any dimension."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.__dict__["global_batch"] = _GlobalBatch(engine().comm, range(size()))
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")

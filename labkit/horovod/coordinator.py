@@ -17,22 +17,17 @@ STUCK_S = 3.0
 
 
 class Request(NamedTuple):
-    """A name that one rank has submitted, and what must be equal on all; it travels as JSON.
-
-    ``rows`` is the first dimension of an allgather's tensor, which may differ.
-    """
+    """A name that one rank has submitted, and what must be equal on all; it travels as JSON."""
 
     name: str
     description: str
-    rows: int = 0
 
 
 class Decision(NamedTuple):
-    """A name that all ranks run, or the error why they cannot, and its ``rows`` by rank."""
+    """A name that all ranks run, or the error why they cannot."""
 
     name: str
     error: str
-    rows: Sequence[int] = ()
 
 
 class Coordinator:
@@ -81,12 +76,10 @@ class Coordinator:
 
 def _compare(name: str, by_rank: Mapping[int, Request]) -> Decision:
     """Agree on a name that all ranks have submitted."""
-    requests = [by_rank[rank] for rank in sorted(by_rank)]
-    error = ""
-    if len({request.description for request in requests}) > 1:
-        lines = [f"the ranks do not agree on {name!r}:"]
-        for rank, request in enumerate(requests):
-            lines.append(f"  rank {rank} has {request.description}")
-        lines.append("Next step: give all ranks the same, or use another name for each.")
-        error = "\n".join(lines)
-    return Decision(name, error, [request.rows for request in requests])
+    if len({request.description for request in by_rank.values()}) == 1:
+        return Decision(name, error="")
+    lines = [f"the ranks do not agree on {name!r}:"]
+    for rank in sorted(by_rank):
+        lines.append(f"  rank {rank} has {by_rank[rank].description}")
+    lines.append("Next step: give all ranks the same, or use another name for each.")
+    return Decision(name, "\n".join(lines))

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.collectives import all_to_all, broadcast, fast_all_reduce
+from labkit.collectives import all_gather, all_to_all, broadcast, fast_all_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.source_lines import caller_location, credit_to
-from labkit.engine.errors import MismatchError, PeerLostError
+from labkit.engine.errors import MismatchError
 from labkit.engine.runtime.torchrun import Opened, open_for
 from labkit.horovod.coordinator import Coordinator, Decision, Request
 
@@ -39,7 +39,7 @@ _PAUSE_S = 5e-3
 _DRAIN_S = 2.0
 
 
-class NegotiationError(MismatchError, RuntimeError):
+class HorovodInternalError(MismatchError, RuntimeError):
     """Ranks want different things under one name, or wait for each other; says which and what."""
 
 
@@ -50,35 +50,29 @@ class Handle:
     Attributes:
         kind: ``allreduce``, ``allgather`` or ``broadcast``.
         option: the operation of an all-reduce, the root of a broadcast.
-        tensor: this rank's input.
-        out: where the result goes; None for a new tensor.
-        rows: the length of each rank's tensor in an allgather, once they have agreed.
+        tensor: this rank's values; an all-gather leaves them, the others work in place.
+        location: the line that has submitted it.
     """
 
     engine: "Engine"
     kind: str
     option: str
     tensor: Tensor
-    out: Any
     location: str
-    rows: Sequence[int] = ()
-    is_done: bool = False
+    result: Tensor | None = None
     error: BaseException | None = None
 
     def wait(self) -> Tensor:
-        """Return the result; NegotiationError or PeerLostError if there is none."""
+        """Return the result; HorovodInternalError or PeerLostError if there is none."""
         with self.engine.changed:
             self.engine.num_waiting += 1
             self.engine.changed.notify_all()
-            self.engine.changed.wait_for(lambda: self.is_done)
+            self.engine.changed.wait_for(lambda: self.result is not None or self.error)
             self.engine.num_waiting -= 1
         if self.error is not None:
             raise self.error
-        return self.out
-
-    def end(self, error: BaseException | None) -> None:
-        self.error = error
-        self.is_done = True
+        assert self.result is not None
+        return self.result
 
 
 class Engine(threading.Thread):
@@ -99,20 +93,18 @@ class Engine(threading.Thread):
         self._new: list[Request] = []
         self._error: BaseException | None = None
         self._is_ending = False
-        self._is_idle = False
         self.start()
 
-    def submit(
-        self, kind: str, name: str | None, tensor: Tensor, option: str = "", out: Any = None
-    ) -> Handle:
+    def submit(self, kind: str, name: str | None, tensor: Tensor, option: str = "") -> Handle:
         """Submit a collective (see ``Handle``), which begins once all ranks have submitted it.
 
         Without a name, what belongs together is the n-th of its kind on all ranks. ValueError for
         a name that is under way already, PeerLostError if a rank has ended.
         """
-        handle = Handle(self, kind, option, tensor.detach(), out, caller_location())
+        handle = Handle(self, kind, option, tensor.detach(), caller_location())
         shape = list(tensor.shape)
-        rows = shape.pop(0) if kind == "allgather" else 0
+        if kind == "allgather":
+            del shape[0]  # may differ
         description = f"{kind} {option} {str(tensor.dtype).removeprefix('torch.')} {shape}"
         with self.changed:
             if self._error is not None:
@@ -127,30 +119,31 @@ class Engine(threading.Thread):
                     "for that one first, or give another name"
                 )
             self._handles[name] = handle
-            self._new.append(Request(name, description, rows))
+            self._new.append(Request(name, description))
             self.changed.notify_all()
         return handle
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
+        had_decisions = True
         try:
-            while self._await_work():
+            while self._await_work(had_decisions):
                 decisions = self._negotiate()
-                self._is_idle = not decisions
+                had_decisions = bool(decisions)
                 self._run_collectives(decisions)
         except BaseException as error:
             self._fail(error)
 
-    def _await_work(self) -> bool:
+    def _await_work(self, had_decisions: bool) -> bool:
         """Sleep until this rank has something to say; False when it has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self._handles or self._is_ending)
-            if self._is_idle:
-                # Nothing was ready: pause, unless there is news.
-                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
-            else:
+            if had_decisions:
                 # Collect more to fuse, unless the program waits.
                 self.changed.wait_for(lambda: self.num_waiting or self._is_ending, CYCLE_S)
+            else:
+                # Nothing was ready: pause, unless there is news.
+                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
             return bool(self._handles)
 
     def _negotiate(self) -> list[Decision]:
@@ -178,47 +171,40 @@ class Engine(threading.Thread):
         return json.loads(bytes(data.numpy()))
 
     def _run_collectives(self, decisions: Sequence[Decision]) -> None:
-        agreed = []
-        for decision in decisions:
-            if not decision.error:
-                handle = self._handles[decision.name]
-                handle.rows = decision.rows
-                agreed.append(handle)
+        agreed = [self._handles[decision.name] for decision in decisions if not decision.error]
+        results = {}
         for group in fuse(agreed, FUSION_BYTES):
             for handle, result in zip(group, run_collective(self.comm, group)):
-                if handle.out is None:
-                    # (A part of a fused buffer would keep all of it in memory.)
-                    handle.out = result.to(handle.tensor.device, copy=True)
+                if handle.kind == "allgather":
+                    results[handle] = result.to(handle.tensor.device)
                 else:
-                    handle.out.detach().copy_(result)
+                    results[handle] = handle.tensor.copy_(result)
         with self.changed:
             for decision in decisions:
                 # A deadlock ends on all ranks, also names that this one has not submitted.
                 if decision.name in self._handles:
-                    error = NegotiationError(decision.error) if decision.error else None
-                    self._handles.pop(decision.name).end(error)
+                    handle = self._handles.pop(decision.name)
+                    handle.result = results.get(handle)
+                    if decision.error:
+                        handle.error = HorovodInternalError(decision.error)
             self.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         """End all that is under way with an error."""
         with self.changed:
-            if isinstance(error, PeerLostError):
-                unfinished = ", ".join(map(repr, self._handles)) or "nothing"
-                text = f"{error}. Unfinished on rank {self.comm.rank}: {unfinished}"
-                error = PeerLostError(text, error.rank)
             self._error = error
             for handle in self._handles.values():
-                handle.end(error)
+                handle.error = error
             self._handles = {}
             self.changed.notify_all()
         self.comm.session.board.give_up(self.comm.rank, f"{type(error).__name__}: {error}")
 
-    def end(self, drain: bool) -> None:
-        """End the thread. To ``drain`` gives what is under way a moment to finish."""
+    def end(self) -> None:
+        """End the thread; what is under way has a moment to finish."""
         with self.changed:
             self._is_ending = True
             self.changed.notify_all()
-        self.join(_DRAIN_S if drain else 0)
+        self.join(_DRAIN_S)
         if self.is_alive():
             self.comm.transport.abandon()
             self.join(_DRAIN_S)
@@ -252,7 +238,8 @@ def run_collective(comm: Comm, handles: Sequence[Handle]) -> list[Tensor]:
     values = first.tensor.cpu().contiguous()
     if first.kind == "broadcast":
         return [broadcast(comm, values.clone(), int(first.option))]
-    received = [values.new_empty(rows, *values.shape[1:]) for rows in first.rows]
+    num_rows = all_gather(comm, torch.tensor(len(values)))
+    received = [values.new_empty(int(rows), *values.shape[1:]) for rows in num_rows]
     return [torch.cat(all_to_all(comm, [values] * comm.world_size, received))]
 
 
@@ -262,8 +249,6 @@ _engine: Engine | None = None
 def init(comm: Comm | None = None) -> None:
     """Join the other ranks, unless this one has. ``comm``: of ``labkit.run``, found by itself."""
     global _engine
-    if not isinstance(comm, Comm | None):
-        raise ValueError(f"init({comm!r}): all ranks take part, so call init() without it")
     if _engine is None:
         _engine = Engine(open_for("horovod", comm, shutdown))
 
@@ -274,12 +259,8 @@ def shutdown() -> None:
     ended = _engine
     _engine = None
     if ended is not None and ended.opened.is_mine():
-        ended.end(drain=not ended.opened.has_failed)
+        ended.end()
         ended.opened.close()
-
-
-def is_initialized() -> bool:
-    return _engine is not None
 
 
 def engine() -> Engine:

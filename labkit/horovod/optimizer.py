@@ -9,7 +9,7 @@ Source: as ``labkit.horovod.coordinator``.
 """
 
 import contextlib
-import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,6 @@ Average = "mean"
 Sum = "sum"
 
 
-class WrongOrder(ValueError, AssertionError):
-    """Calls that would reduce wrong gradients (Horovod: AssertionError)."""
-
-
 class Compression:
     """The dtype in which floating-point numbers travel.
 
@@ -40,10 +36,81 @@ class Compression:
     fp16 = torch.float16
 
 
-def compress(tensor: Tensor, compression: torch.dtype | None) -> Tensor:
-    if compression is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(compression)
+@dataclass(eq=False)
+class Gradients:
+    """The gradients of an optimizer's parameters, on their way to the average.
+
+    ``passes`` and ``factor`` are arguments of ``DistributedOptimizer``.
+    """
+
+    optimizer: Any
+    names: dict[Tensor, str]
+    compression: torch.dtype | None
+    passes: int
+    op: str
+    factor: float
+
+    def __post_init__(self) -> None:
+        # By parameter: its backward passes since the last step, and what was submitted.
+        self.num_passes = Counter[Tensor]()
+        self.under_way: dict[Tensor, Handle] = {}
+        self.synchronizes = True
+        for number, parameter in enumerate(self.parameters()):
+            self.names.setdefault(parameter, f"noname.{number}")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+        self.optimizer.synchronize = self.synchronize
+        self.optimizer.skip_synchronize = self.skip_synchronize
+        self.optimizer.register_step_pre_hook(self.before_step)
+
+    def parameters(self) -> Iterator[Tensor]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        self.num_passes[parameter] += 1
+        if self.num_passes[parameter] > self.passes:
+            raise AssertionError(
+                f"the gradient of {self.names[parameter]!r} was computed more than "
+                f"backward_passes_per_step={self.passes} times before step() or synchronize(): "
+                "set it to the number of backward passes in a step"
+            )
+        if self.num_passes[parameter] == self.passes:
+            self.submit(parameter)
+
+    def submit(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad / self.factor
+        if self.compression is not None:
+            gradient = gradient.to(self.compression)
+        name = self.names[parameter]
+        self.under_way[parameter] = engine().submit("allreduce", name, gradient, self.op)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced."""
+        try:
+            for parameter in self.parameters():
+                if parameter.requires_grad and parameter not in self.under_way:
+                    self.submit(parameter)
+            for parameter, handle in self.under_way.items():
+                parameter.grad = handle.wait().to(parameter.dtype) * self.factor
+        finally:
+            self.under_way.clear()
+            self.num_passes.clear()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if self.synchronizes:
+            self.synchronize()
 
 
 def DistributedOptimizer(
@@ -65,19 +132,13 @@ def DistributedOptimizer(
         backward_passes_per_step: after how many passes a gradient is reduced; they add up.
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
-
-    Raises:
-        ValueError: an argument that is none of these; says which.
     """
-    if op not in (Average, Sum) or not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"DistributedOptimizer takes an optimizer of torch.optim, not {optimizer!r:.60}, and "
-            f"op=hvd.Average or hvd.Sum, not {op!r}"
-        )
+    if op not in (Average, Sum):
+        raise ValueError(f"DistributedOptimizer takes op=hvd.Average or hvd.Sum, not {op!r}")
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
         raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    gradients = Gradients(
+    Gradients(
         optimizer=optimizer,
         names={parameter: name for name, parameter in named_parameters or ()},
         compression=compression,
@@ -85,98 +146,4 @@ def DistributedOptimizer(
         op=op,
         factor=gradient_predivide_factor,
     )
-    gradients.attach()
     return optimizer
-
-
-@dataclass(eq=False)
-class Gradients:
-    """The gradients of an optimizer's parameters, on their way to the average."""
-
-    optimizer: Any
-    names: dict[Tensor, str]
-    compression: torch.dtype | None
-    passes: int
-    op: str
-    factor: float
-
-    def attach(self) -> None:
-        """Hook the optimizer and its parameters."""
-        # By parameter: the passes before its gradient is submitted, and what was submitted.
-        self.passes_left: dict[Tensor, int] = {}
-        self.under_way: dict[Tensor, Handle] = {}
-        self.synchronizes = True
-        self.plain_zero_grad = self.optimizer.zero_grad
-        self.optimizer.register_step_pre_hook(self.before_step)
-        self.optimizer.synchronize = self.synchronize
-        self.optimizer.skip_synchronize = self.skip_synchronize
-        self.optimizer.zero_grad = self.zero_grad
-        self.hook_parameters()
-
-    def hook_parameters(self) -> None:
-        """Hook the parameters that need gradients and have no hook yet."""
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        for number, parameter in enumerate(itertools.chain(*groups)):
-            if parameter.requires_grad and parameter not in self.passes_left:
-                self.names.setdefault(parameter, f"noname.{number}")
-                self.passes_left[parameter] = self.passes
-                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        if self.passes_left[parameter] == 0:
-            raise WrongOrder(
-                f"the gradient of {self.names[parameter]!r} was computed more than "
-                f"backward_passes_per_step={self.passes} times before step() or synchronize(): "
-                "set it to the number of backward passes in a step"
-            )
-        self.passes_left[parameter] -= 1
-        if self.passes_left[parameter] == 0:
-            self.submit(parameter)
-
-    def submit(self, parameter: Tensor) -> None:
-        name = self.names[parameter]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
-            raise ValueError(
-                f"the gradient of {name!r} is sparse: make the layer with sparse=False"
-            )
-        outgoing = compress(parameter.grad / self.factor, self.compression)
-        self.under_way[parameter] = engine().submit("allreduce", name, outgoing, self.op)
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Wait until all gradients are reduced."""
-        self.hook_parameters()
-        try:
-            for parameter in self.passes_left:
-                if parameter not in self.under_way:
-                    self.submit(parameter)
-            for parameter, handle in self.under_way.items():
-                parameter.grad = handle.wait().to(parameter.dtype) * self.factor
-        finally:
-            self.under_way.clear()
-            self.passes_left = dict.fromkeys(self.passes_left, self.passes)
-
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        self.synchronizes = False
-        try:
-            yield
-        finally:
-            self.synchronizes = True
-
-    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        if any(map(callable, [*args[1:], *options.values()])):
-            raise ValueError("step() takes no closure here: call backward() before it")
-        if self.synchronizes:
-            self.synchronize()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        if any(left != self.passes for left in self.passes_left.values()):
-            raise WrongOrder(
-                "zero_grad() between backward() and step() or synchronize() would clear gradients "
-                "that are to be reduced: call it after step(), and after an exception in backward "
-                "after synchronize()"
-            )
-        self.plain_zero_grad(set_to_none)

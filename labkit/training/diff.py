@@ -6,14 +6,13 @@ from the last layer to the first, the parameters. The first that differs is name
 follow may differ because of it. A tensor of which each rank holds a part (its samples, its shard)
 is compared by its sum and its summed squares over the ranks.
 
-Where the difference is a factor, the same in all parts of a tensor, the factor often tells the
-cause: the number of ranks, or of micro-batches. For parameters it is the factor of the change in
-that step.
+Where the difference is a factor, the same in all parts of a tensor, it is told, with the usual
+cause (``usual_causes``). For parameters it is the factor of the change in that step.
 """
 
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from labkit.training.config import LAYOUT
-from labkit.training.recording import Entry, Record, read_record, together
+from labkit.training.recording import Entry, Key, Record, read_record, together
 from labkit.training.train_run import train_with
+from labkit.training.usual_causes import factor_of, usual_cause
 from labkit.units import check_integer, format_count
 
 # Relative differences that rounding explains, by dtype; inputs of other dtypes are integers.
@@ -31,40 +31,6 @@ _ROUNDING |= dict.fromkeys(("float16", "bfloat16", "fp16", "bf16", "tf32"), 0.03
 # Of runs that ``diff`` makes, these are not the caller's.
 _OWN_SETTINGS = {"checkpoint_dir", "checkpoint_every", "epochs", "log_dir", "record", "resume"}
 _PHASES = ("forward", "loss", "gradient", "parameter")
-# (Power of the number of ranks, the usual cause of a difference by that factor.)
-_POWERS = (
-    (1, "the number of ranks: means were added, not divided, or added twice and divided once"),
-    (-1, "1 / the number of ranks: divided once too often, as a mean over the batch under a mean"),
-    (-2, "1 / the number of ranks squared: divided twice too often"),
-)
-_CAUSES = {
-    "start": "the runs start with different values: another seed, or weights that were not loaded",
-    "replicas start apart": "the replicas start with different values: rank 0's not broadcast",
-    "inputs": "the batches differ: another order of samples, another seed, another share",
-    "output": "same inputs and parameters, another output: the mode (train or eval), the dtype, "
-    "or statistics of a share (BatchNorm)",
-    "random": "random numbers, such as dropout's, are drawn in this step, and another layout "
-    "draws others: compare without them (dropout 0)",
-    "replicas gradient": "the ranks have different gradients, not summed on all: no_sync, "
-    "a module used beside its wrapper, an all-reduce that autograd or a hook does not see",
-    "replicas parameter": "the ranks have equal gradients and update differently: optimizer "
-    "settings (learning rate) or states that differ by rank, or a parameter frozen on one",
-    "rate": "the gradients are equal, so the optimizer is not: its learning rate or schedule",
-    "update": "the gradients are equal, so the optimizer is not: weight decay, momentum, a state "
-    "that was not restored, or a rule that needs whole matrices",
-    "nothing": "nothing arrives: a frozen parameter, a detached output, gradients set to zero",
-    "times": "gradients of micro-batches added and not divided, or not set to zero before",
-    "part": "divided by a number of micro-batches twice, or only one of them counted",
-    "factor": "no number of ranks: a loss divided by the samples of a share in place of the "
-    "batch's (padding, ignored targets, a last short batch), another rate, or clipping, which "
-    "hides the factor before it",
-    "statistics": "no single factor, and the model has BatchNorm: a rank or a micro-batch "
-    "normalises with its own statistics (sync_batch_norm)",
-    "weights": "no single factor: shares of unequal weight that count alike (a mean of means over "
-    "padded or unequal batches), or clipping before the sum",
-}
-Key = tuple[int, str, str]
-_DRAWS = ("random", "draws")
 
 
 @dataclass(frozen=True)
@@ -222,24 +188,24 @@ def compare(first: Record, second: Record) -> Comparison:
     _check_one_run(first, second)
     comparison = Comparison(first.layout, second.layout, notes=first.notes + second.notes)
     num_skipped = 0
-    for key in _keys(first, second):
-        pairs = list(_pairs(first, second, key))
+    for key in _common_keys(first, second):
+        pairs = _pairs(first, second, key)
         if not pairs:
             num_skipped += 1
-            if key[2] == "inputs":
+            if key.name == "inputs":
                 raise ValueError(_other_samples(first, second, key))
-        comparison.steps = key[0]
+        comparison.steps = key.step
         for rank, a, b in pairs:
             comparison.num_tensors += 1
             if not math.isfinite(a.norm) and not math.isfinite(b.norm):
-                comparison.notes.append(f"step {key[0]}: both have NaN or inf in {key[2]}")
+                comparison.notes.append(f"step {key.step}: both have NaN or inf in {key.name}")
                 return comparison
             size = _relative(a, b, _scale(first, key))
             if size > _tolerance(a, b):
                 comparison.difference = _described(first, second, key, (rank, a, b), size)
                 return comparison
             if size > comparison.largest[0]:
-                comparison.largest = size, f", {key[1]} of {key[2]} in step {key[0]}"
+                comparison.largest = size, f", {key.phase} of {key.name} in step {key.step}"
     if not comparison.steps:
         raise ValueError(" ".join(["the two records have no step in common", *comparison.notes]))
     if num_skipped:
@@ -248,72 +214,72 @@ def compare(first: Record, second: Record) -> Comparison:
 
 
 def _check_one_run(first: Record, second: Record) -> None:
-    settings = [record.headers[min(record.headers)].settings for record in (first, second)]
-    common = settings[0].keys() & settings[1].keys()
-    others = [name for name in sorted(common) if settings[0][name] != settings[1][name]]
-    if others:
-        words = [f"{name} {settings[0][name]} and {settings[1][name]}" for name in others]
-        raise ValueError(f"not two layouts of one run: {', '.join(words)}. Record both alike")
-    names = [
-        {key[2] for entries in record.entries.values() for key in entries if key[0] == 0}
-        for record in (first, second)
-    ]
-    # Whole records have buffers, too.
-    are_alike = first.is_whole == second.is_whole and names[0] == names[1]
-    if not are_alike and (first.is_whole == second.is_whole or not names[0] & names[1]):
-        some = [", ".join(sorted(x - y)[:3]) or "none" for x, y in (names, names[::-1])]
+    settings = first.headers[min(first.headers)].settings
+    other_settings = second.headers[min(second.headers)].settings
+    differences = []
+    for name in sorted(settings.keys() & other_settings.keys()):
+        if settings[name] != other_settings[name]:
+            differences.append(f"{name} {settings[name]} and {other_settings[name]}")
+    if differences:
         raise ValueError(
-            f"not one model: only the first has {some[0]}, only the second {some[1]}. Record the "
-            "same model"
+            f"not two layouts of one run: {', '.join(differences)}. Record both alike"
         )
-
-
-def _other_samples(first: Record, second: Record, key: Key) -> str:
-    sizes = [
-        [
-            math.prod(entries[key].shape)
-            for _, entries in sorted(record.entries.items())
-            if key in entries
-        ]
-        for record in (first, second)
-    ]
-    return (
-        f"not one batch: in step {key[0]} the ranks' inputs have {sizes[0]} values in the first "
-        f"run, {sizes[1]} in the second. Give both the same number of samples per step"
+    names = {key.name for key in first.keys if key.step == 0}
+    other_names = {key.name for key in second.keys if key.step == 0}
+    # Whole records have buffers, too.
+    are_of_one_kind = first.is_whole == second.is_whole
+    if names == other_names or (not are_of_one_kind and names & other_names):
+        return
+    only_first = ", ".join(sorted(names - other_names)[:3]) or "none"
+    only_second = ", ".join(sorted(other_names - names)[:3]) or "none"
+    raise ValueError(
+        f"not one model: only the first has {only_first}, only the second {only_second}. Record "
+        "the same model"
     )
 
 
-def _keys(first: Record, second: Record) -> list[Key]:
+def _other_samples(first: Record, second: Record, key: Key) -> str:
+    sizes = [math.prod(entry.shape) for entry in first.parts(key).values()]
+    other_sizes = [math.prod(entry.shape) for entry in second.parts(key).values()]
+    return (
+        f"not one batch: in step {key.step} the ranks' inputs have {sizes} values in the first "
+        f"run, {other_sizes} in the second. Give both the same number of samples per step"
+    )
+
+
+def _common_keys(first: Record, second: Record) -> list[Key]:
     """The keys that both have, in the order in which a step makes them."""
-    order: dict[Key, int] = {}
-    for entries in first.entries.values():
-        for key in entries:
-            order.setdefault(key, len(order))
-    of_second = set().union(*second.entries.values())
-    keys = [key for key in order if key in of_second and key[1] in _PHASES]
-    return sorted(keys, key=lambda key: (key[0], _PHASES.index(key[1]), order[key]))
+    in_second = set(second.keys)
+    keys = [key for key in first.keys if key in in_second and key.phase in _PHASES]
+    # Sorting is stable: what a phase makes stays in order.
+    return sorted(keys, key=lambda key: (key.step, _PHASES.index(key.phase)))
 
 
-def _pairs(first: Record, second: Record, key: Key) -> Iterator[tuple[int | None, Entry, Entry]]:
+def _pairs(first: Record, second: Record, key: Key) -> list[tuple[int | None, Entry, Entry]]:
     """(rank of the second, entries) of what the ranks hold of a tensor, or of all parts of it."""
-    parts = {rank: entries[key] for rank, entries in first.entries.items() if key in entries}
-    others = {rank: entries[key] for rank, entries in second.entries.items() if key in entries}
-    same_ranks = parts.keys() == others.keys()
-    partners = {rank: rank if same_ranks else min(parts) for rank in others}
-    if all(parts[partners[rank]].shape == other.shape for rank, other in others.items()):
-        for rank, other in sorted(others.items()):
-            yield rank, parts[partners[rank]], other
-        return
-    whole = together(parts.values())
-    other_whole = together(others.values())
-    if whole.shape == other_whole.shape:
-        yield None, whole, other_whole
+    parts = first.parts(key)
+    other_parts = second.parts(key)
+    pairs: list[tuple[int | None, Entry, Entry]] = []
+    for rank, other in other_parts.items():
+        partner = rank if parts.keys() == other_parts.keys() else min(parts)
+        if parts[partner].shape == other.shape:
+            pairs.append((rank, parts[partner], other))
+    if len(pairs) < len(other_parts):
+        pairs = []
+        whole = together(parts.values())
+        other_whole = together(other_parts.values())
+        if whole.shape == other_whole.shape:
+            pairs.append((None, whole, other_whole))
+    return pairs
 
 
 def _scale(record: Record, key: Key) -> float:
     """The largest norm of this phase of the step: what is far below it may be noise."""
-    norms = [e.norm for k, e in record.entries[min(record.entries)].items() if k[:2] == key[:2]]
-    return 1e-6 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    largest = 0.0
+    for other, entry in record.entries[min(record.entries)].items():
+        if other[:2] == key[:2] and math.isfinite(entry.norm):
+            largest = max(largest, entry.norm)
+    return 1e-6 * largest
 
 
 def _relative(a: Entry, b: Entry, least: float) -> float:
@@ -325,81 +291,38 @@ def _relative(a: Entry, b: Entry, least: float) -> float:
     scale = max(*map(abs, values), *map(abs, others), least)
     if scale == 0:
         return 0.0
-    return max(abs(x - y) for x, y in zip(values, others)) / scale
+    return max(map(abs, _differences(values, others))) / scale
+
+
+def _differences(values: list[float], others: list[float]) -> list[float]:
+    return [value - other for value, other in zip(values, others)]
 
 
 def _tolerance(a: Entry, b: Entry) -> float:
-    return max(_ROUNDING.get(entry.dtype, 1e-12) for entry in (a, b))
+    return max(_ROUNDING.get(a.dtype, 1e-12), _ROUNDING.get(b.dtype, 1e-12))
 
 
 def _described(
     first: Record, second: Record, key: Key, pair: tuple[int | None, Entry, Entry], size: float
 ) -> Difference:
-    step, phase, name = key
     rank, a, b = pair
     sums = a.sums
     others = b.sums
-    if phase == "parameter" and step > 0 and rank is not None:
+    if key.phase == "parameter" and key.step > 0 and rank is not None:
         # What the step has changed.
-        before = {r: (x, y) for r, x, y in _pairs(first, second, (step - 1, phase, name))}
-        if rank in before:
-            sums = [x - y for x, y in zip(sums, before[rank][0].sums)]
-            others = [x - y for x, y in zip(others, before[rank][1].sums)]
+        key_before = key._replace(step=key.step - 1)
+        for rank_before, a_before, b_before in _pairs(first, second, key_before):
+            if rank_before == rank:
+                sums = _differences(sums, a_before.sums)
+                others = _differences(others, b_before.sums)
     tolerance = _tolerance(a, b)
-    factor = _factor(sums, others, 1e-6 if tolerance < 1e-6 else 2e-2)
-    replicas = [entries[key] for entries in second.entries.values() if key in entries]
-    agree = rank is None or all(
-        _relative(replicas[0], other, 0.0) <= tolerance for other in replicas
-    )
-    cause = _cause(first, second, key, factor, agree)
-    if size < 1e-2 and tolerance > 1e-6:
+    is_exact = tolerance < 1e-6
+    factor = factor_of(sums, others, 1e-6 if is_exact else 2e-2)
+    agree = True
+    if rank is not None:
+        replicas = list(second.parts(key).values())
+        agree = all(_relative(replicas[0], other, 0.0) <= tolerance for other in replicas)
+    cause = usual_cause(first, second, key, factor, agree)
+    if size < 1e-2 and not is_exact:
         cause += f". Or rounding in {b.dtype}, which grows step by step: record in float64 to tell"
-    return Difference(step, phase, name, rank, size, factor, cause)
-
-
-def _factor(sums: list[float], others: list[float], tolerance: float) -> float | None:
-    """The factor between two lists of several numbers, by least squares, if there is one."""
-    largest = max(map(abs, sums))
-    if largest == 0 or not all(map(math.isfinite, sums + others)):
-        return None
-    factor = sum(x * y for x, y in zip(sums, others)) / sum(x * x for x in sums)
-    rest = max(abs(y - factor * x) for x, y in zip(sums, others))
-    return factor if rest <= tolerance * max(largest, *map(abs, others)) else None
-
-
-def _cause(first: Record, second: Record, key: Key, factor: float | None, agree: bool) -> str:
-    """The usual cause of a difference, from where it is and how large."""
-    step, phase, name = key
-    names = {k[1:] for entries in second.entries.values() for k in entries}
-    if step == 0:
-        return _CAUSES["start" if agree else "replicas start apart"]
-    if name == "inputs":
-        return _CAUSES["inputs"]
-    draws = (step, *_DRAWS)
-    if any(draws in entries for r in (first, second) for entries in r.entries.values()):
-        return _CAUSES["random"]
-    if phase == "forward":
-        return _CAUSES["output"]
-    if not agree:
-        return _CAUSES[f"replicas {phase}"]
-    has_factor = factor is not None and phase != "loss"
-    if phase == "parameter" and ("gradient", name) in names:
-        return _CAUSES["rate" if has_factor else "update"]
-    if has_factor:
-        return _cause_of_factor(factor, second.world_size / first.world_size)
-    if any(name.endswith("running_mean") for _, name in names):
-        return _CAUSES["statistics"]
-    return _CAUSES["weights"]
-
-
-def _cause_of_factor(factor: float, ratio: float) -> str:
-    if abs(factor) < 1e-6:
-        return _CAUSES["nothing"]
-    for power, cause in _POWERS:
-        if ratio != 1 and math.isclose(factor, ratio**power, rel_tol=1e-2):
-            return f"the factor {factor:.4g} is {cause}"
-    times = max(factor, 1 / factor)
-    if times > 1.5 and math.isclose(times, round(times), rel_tol=1e-2):
-        name = "times" if factor > 1 else "part"
-        return f"a factor of {round(times)}: {_CAUSES[name]}"
-    return f"the factor {factor:.4g} is {_CAUSES['factor']}"
+    return Difference(key.step, key.phase, key.name, rank, size, factor, cause)

@@ -38,6 +38,7 @@ from labkit.workload.models import build_model
 PATTERNS = ("ping_pong", "exchange")
 MESSAGE_BYTES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24))
 ADDED_BYTES = 4 * 2**20
+_IMAGE = (3, 32, 32)
 _TIMEOUT_S = 600
 # The kind of a span of almost no length, which marks where a step begins.
 _MARK = "data"
@@ -87,23 +88,21 @@ def measure_link(
         raise ValueError(f"a ping-pong has 2 ranks, not {world_size}: take pattern='exchange'")
     settings = pattern, tuple(sizes_bytes), repeats, gamma
     by_rank = run(_time_messages, *settings, world_size=world_size, **options).values
-    moved_by, _, _ = by_rank[0]
-    seconds_by_rank = [seconds for _, seconds, _ in by_rank]
-    if pattern == "ping_pong":
-        # Only rank 0 sees whole rounds, from its send to the answer.
-        del seconds_by_rank[1:]
-    seconds: dict[int, list[float]] = {}
+    moved_by, seconds, added_s = by_rank[0]
+    for _, rank_seconds, rank_added_s in by_rank[1:]:
+        # All take as long as on the slowest rank.
+        added_s = list(map(max, added_s, rank_added_s))
+        # (Of a ping-pong only rank 0 sees whole rounds, from its send to the answer.)
+        if pattern == "exchange":
+            for size in sizes_bytes:
+                seconds[size] = list(map(max, seconds[size], rank_seconds[size]))
     sizes = []
     times_s = []
     for size in sizes_bytes:
-        # A message takes as long as on the slowest rank.
-        repeats_s = zip(*(seconds[size] for seconds in seconds_by_rank))
-        seconds[size] = [max(repeat_s) for repeat_s in repeats_s]
         sizes += [size] * len(seconds[size])
         times_s += seconds[size]
     gamma_s = 0.0
     if gamma:
-        added_s = [max(repeat_s) for repeat_s in zip(*(added_s for _, _, added_s in by_rank))]
         gamma_s = statistics.median(added_s) / ADDED_BYTES
     method = f"{pattern.replace('_', '-')}, {world_size} ranks, {moved_by}, "
     method += f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}, medians of {repeats}"
@@ -150,7 +149,9 @@ def _time_messages(
             # Small messages several in a row, as clocks and barriers have a price, too.
             in_a_row = max(1, min(16, 2**22 // size))
             took_s = timed(in_a_row, partial(move, size))
-            times.append(took_s if pattern == "exchange" else took_s / 2)
+            if pattern == "ping_pong":
+                took_s /= 2
+            times.append(took_s)
         if gamma:
             added_s.append(timed(1, add))
     moved_by = dist.get_backend().replace("nccl", "NCCL")
@@ -181,15 +182,15 @@ class MeasuredSplit:
     batch_size: int
     micro_batches: int
     schedule: str
-    forward_s: list[float]
-    backward_s: list[float]
-    forward_hop_s: list[list[float]]
-    backward_hop_s: list[list[float]]
-    hop_bytes: list[int]
-    step_s: list[float]
     memory_bytes: list[int]
     held_bytes: list[int]
     trace: Trace = field(repr=False)
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    forward_hop_s: list[list[float]] = field(default_factory=list)
+    backward_hop_s: list[list[float]] = field(default_factory=list)
+    hop_bytes: list[int] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
 
     def explain(self) -> Limit:
         """Explain what limited the steps: a stage, the bubble, or the hops."""
@@ -207,7 +208,7 @@ def measure_split(
     split_points: Sequence[int] = (31,),
     *,
     batch_size: int = 16,
-    input_shape: tuple[int, ...] = (3, 32, 32),
+    input_shape: tuple[int, ...] = _IMAGE,
     micro_batches: int = 1,
     schedule: str = "gpipe",
     stages_per_rank: int | None = None,
@@ -240,21 +241,26 @@ def measure_split(
     held, parameters = zip(*result.values)
     # The first step warms up.
     traces = _by_step(result.trace)[1:]
-    stages, cuts = range(num_ranks), range(num_ranks - 1)
-    return MeasuredSplit(
-        *(points, batch_size, min(micro_batches, batch_size), schedule),
-        forward_s=[_median(traces, stage, "forward") for stage in stages],
-        backward_s=[_median(traces, stage, *_BACKWARDS) for stage in stages],
-        forward_hop_s=[_hop_s(traces, cut, cut + 1) for cut in cuts],
-        backward_hop_s=[_hop_s(traces, cut + 1, cut) for cut in cuts],
-        hop_bytes=[_hop_bytes(traces[0], cut, cut + 1) for cut in cuts],
-        step_s=[max(s.end_s for s in t.spans) - t.spans[0].start_s for t in traces],
+    counted = [trace.spans for trace in traces]
+    split = MeasuredSplit(
+        split_points=points,
+        batch_size=batch_size,
+        micro_batches=min(micro_batches, batch_size),
+        schedule=schedule,
         memory_bytes=list(map(operator.add, held, parameters)),
         held_bytes=list(held),
-        trace=Trace.merge(
-            (trace.spans for trace in traces), result.trace.devices, result.trace.about
-        ),
+        trace=Trace.merge(counted, result.trace.devices, result.trace.about),
     )
+    for spans in counted:
+        split.step_s.append(max(span.end_s for span in spans) - spans[0].start_s)
+    for stage in range(num_ranks):
+        split.forward_s.append(_median(traces, stage, "forward"))
+        split.backward_s.append(_median(traces, stage, *_BACKWARDS))
+    for cut in range(num_ranks - 1):
+        split.forward_hop_s.append(_hop_s(traces, cut, cut + 1))
+        split.backward_hop_s.append(_hop_s(traces, cut + 1, cut))
+        split.hop_bytes.append(sum(span.num_bytes for span in _hops(traces[0], cut, cut + 1)))
+    return split
 
 
 def _build(model: str | nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
@@ -267,7 +273,6 @@ def measure_profile(
     model: str | nn.Module = "vgg16",
     *,
     batch_size: int = 16,
-    input_shape: tuple[int, ...] = (3, 32, 32),
     num_stages: int = 2,
     repeats: int = 5,
     **options: Any,
@@ -278,7 +283,7 @@ def measure_profile(
         torch.set_num_threads(max(1, num_cores() // num_stages))
         name = model if isinstance(model, str) else type(model).__name__
         options = {"repeats": repeats, "device": comm.device, "name": name}
-        return profile_layers(_build(model, input_shape), batch_size, input_shape, **options)
+        return profile_layers(_build(model, _IMAGE), batch_size, _IMAGE, **options)
 
     return run(profiled, world_size=1, timeout_s=_TIMEOUT_S, **options).values[0]
 
@@ -331,10 +336,6 @@ def _median(traces: list[Trace], rank: int, *kinds: str) -> float:
 def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
     sent = trace.of(source, "communicate")
     return [span for span in sent if span.peer == destination and span.num_bytes]
-
-
-def _hop_bytes(trace: Trace, source: int, destination: int) -> int:
-    return sum(span.num_bytes for span in _hops(trace, source, destination))
 
 
 def _hop_s(traces: list[Trace], source: int, destination: int) -> list[float]:

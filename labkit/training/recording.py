@@ -10,6 +10,8 @@ ends with ``.part``.
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import math
 import os
@@ -17,7 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -200,7 +202,7 @@ class _Steps:
 
 @contextlib.contextmanager
 def recording(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, layout: str = ""
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path
 ) -> Iterator[None]:
     """Record the steps of a training loop of one's own, on this rank.
 
@@ -218,7 +220,7 @@ def recording(
         raise ValueError(
             "the model has no parameters, so no steps to record: give the model that is trained"
         )
-    recorder = Recorder(folder, Header(VERSION, rank, world_size, layout))
+    recorder = Recorder(folder, Header(VERSION, rank, world_size))
     hooks = _Steps(model, recorder).hook(model, optimizer)
     try:
         yield
@@ -233,13 +235,34 @@ def _bare(name: str) -> str:
     return name.removeprefix("module.").replace("._orig_mod", "").replace("_orig_mod.", "")
 
 
+class Key(NamedTuple):
+    """A tensor of a step, as in ``Entry``."""
+
+    step: int
+    phase: str
+    name: str
+
+
 @dataclass(frozen=True)
 class Record:
-    """A record as it was read: by rank its header, and its entries by step, phase and name."""
+    """A record as it was read: by rank its header and its entries."""
 
     headers: dict[int, Header]
-    entries: dict[int, dict[tuple[int, str, str], Entry]]
+    entries: dict[int, dict[Key, Entry]]
     notes: list[str]
+
+    def parts(self, key: Key) -> dict[int, Entry]:
+        """What each rank holds of a tensor, in the order of the ranks."""
+        parts = {}
+        for rank in sorted(self.entries):
+            if key in self.entries[rank]:
+                parts[rank] = self.entries[rank][key]
+        return parts
+
+    @functools.cached_property
+    def keys(self) -> list[Key]:
+        """All tensors, each once, in the order in which the steps made them."""
+        return list(dict.fromkeys(itertools.chain(*self.entries.values())))
 
     @property
     def layout(self) -> str:
@@ -263,7 +286,7 @@ def read_record(folder: str | Path) -> Record:
         ValueError: a line is damaged, or it was written by another version.
     """
     headers: dict[int, Header] = {}
-    entries: dict[int, dict[tuple[int, str, str], Entry]] = {}
+    entries: dict[int, dict[Key, Entry]] = {}
     notes = []
     last_steps = []
     cut_steps = []
@@ -276,9 +299,8 @@ def read_record(folder: str | Path) -> Record:
         headers[header.rank] = header
         entries[header.rank] = {}
         for entry in _entries(path, lines, is_part):
-            key = entry.step, entry.phase, entry.name
-            entries[header.rank][key] = entry
-        last = max((step for step, *_ in entries[header.rank]), default=0)
+            entries[header.rank][Key(entry.step, entry.phase, entry.name)] = entry
+        last = max((key.step for key in entries[header.rank]), default=0)
         last_steps.append(last)
         if is_part:
             cut_steps.append(last)
@@ -298,7 +320,7 @@ def read_record(folder: str | Path) -> Record:
     if cut_steps and min(cut_steps) < max(last_steps):
         # A rank was ended in a step: all are compared up to the step before.
         for rank, steps in entries.items():
-            entries[rank] = {key: steps[key] for key in steps if key[0] < min(cut_steps)}
+            entries[rank] = {key: steps[key] for key in steps if key.step < min(cut_steps)}
     return Record(headers, entries, notes)
 
 

@@ -9,7 +9,7 @@ from labkit import run, train_with
 from labkit.engine.runtime import supervisor
 from labkit.training.config import RunConfig, type_of
 from workbook.measure import compare
-from workbook.measure.command import main as bench
+from workbook.measure.bench import main as bench
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_no_setting_takes_a_value_that_cannot_be(setting):
         (run, {"world_size": 1}, ("world_size", "timeout_s")),
         (train_with, {"strategy": "single"}, ("timeout_s",)),
         (compare.compare, {}, ("repeats", "epochs", "target", "world_size", "batch_size")),
-        (bench, {"names": ["ddp"]}, ("repeats",)),
+        (bench, {}, ("repeats",)),
     ],
 )
 def test_no_function_takes_a_number_that_cannot_be(function, arguments, names):

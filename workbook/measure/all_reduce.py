@@ -1,38 +1,25 @@
-"""``labkit bench all-reduce``: our algorithms against gloo and NCCL, in turns in one run.
-
-Beside the seconds stands the alpha-beta model, fitted to messages between as many ranks.
+"""All-reduces that take turns: our algorithms, those of gloo and NCCL, and guests from outside.
 
 Symbols: P ranks, S bytes of one rank's tensor.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from labkit import collectives
-from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.torch_transport import TorchTransport
-from labkit.training.measured import measure_link
 from labkit.units import format_bytes
-from workbook.measure.record import Cells, Result
-from workbook.measure.turns import DeviceOptions, Turn, on_ranks, take_turns, timed
+from workbook.measure.turns import Turn, take_turns, timed
 
-SIZES_BYTES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
-_MODELLED = ("naive", "tree", "ring")
-_REFERENCES = ("gloo", "MPI", "DeepSpeed", "NCCL")
-# The first two are those whose crossing is drawn; more curves than these hide each other.
-_DRAWN = ("tree", "ring", "fast", *_REFERENCES)
 # No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
 # the result, at the same time as the others.
-_LIMIT = "copy (limit)"
+LIMIT = "copy (limit)"
 # The one whose tensors lie in shared memory beforehand, as DDP's buckets do.
 _IN_PLACE = "in place"
 
@@ -43,35 +30,14 @@ AllReduce = Callable[[Tensor], object]
 Guest = Callable[[Comm], contextlib.AbstractContextManager[Callable[[int], float]]]
 
 
-def bench_all_reduce(
-    world_size: int,
-    sizes_bytes: tuple[int, ...],
-    repeats: int,
-    device_options: DeviceOptions,
-    guests: Mapping[str, Guest] | None = None,
-) -> Result:
-    """Time all available all-reduces on float32 tensors of these sizes, multiples of 4.
-
-    Only those of ``in place`` are in shared memory beforehand, as DDP's buckets are. Every rank
-    checks each result: a wrong one is an error. NCCL takes part where each rank has a GPU;
-    ``guests`` are additional contenders by name: ``tools/bench_guests.py`` adds MPI and DeepSpeed.
-    """
-    link = measure_link(world_size, "exchange", gamma=True, **device_options)
-    seconds, _ = on_ranks(
-        measure,
-        sizes_bytes,
-        repeats,
-        dict(guests or {}),
-        world_size=world_size,
-        device_options=device_options,
-    )
-    return result_of(seconds, link, world_size)
-
-
 def measure(
-    comm: Comm, sizes_bytes: tuple[int, ...], repeats: int, guests: dict[str, Guest]
-) -> tuple[dict[int, dict[str, list[float]]], None]:
-    """This rank's seconds by size and contender; called on every rank."""
+    comm: Comm, sizes_bytes: Sequence[int], repeats: int, guests: dict[str, Guest]
+) -> dict[int, dict[str, list[float]]]:
+    """Return this rank's seconds by size and contender; called on every rank.
+
+    The tensors are float32; only those of ``in place`` are in shared memory beforehand, as DDP's
+    buckets are. Every rank checks each result: a wrong one is an error.
+    """
     algorithms = contenders(comm)
     seconds = {}
     with contextlib.ExitStack() as stack:
@@ -83,9 +49,9 @@ def measure(
             turns = checked_turns(comm, size, algorithms)
             for name, guest_turn in guest_turns.items():
                 turns[name] = partial(guest_turn, size)
-            turns[_LIMIT] = copy_turn(comm, size)
+            turns[LIMIT] = copy_turn(comm, size)
             seconds[size] = take_turns(turns, repeats)
-    return seconds, None
+    return seconds
 
 
 def contenders(comm: Comm) -> dict[str, AllReduce]:
@@ -157,48 +123,3 @@ def copy_turn(comm: Comm, num_bytes: int) -> Turn:
         return timed(comm, lambda: target.copy_(source))
 
     return turn
-
-
-def result_of(seconds: Cells, link: Link, world_size: int) -> Result:
-    """The result of the slowest rank's seconds t, and the model beside it.
-
-    ``share_of_limit`` is the time of a copy / t.
-    """
-    share_of_limit: dict[int, dict[str, float]] = {}
-    model_s: dict[int, dict[str, float]] = {}
-    # By contender and size.
-    curves: dict[str, dict[int, list[float]]] = {}
-    model_curves: dict[str, dict[int, float]] = {}
-    for size, seconds_by_name in seconds.items():
-        share_of_limit[size] = {}
-        model_s[size] = {}
-        limit_s = median(seconds_by_name[_LIMIT])
-        for name, repeats_s in seconds_by_name.items():
-            share_of_limit[size][name] = limit_s / median(repeats_s)
-            curves.setdefault(name, {})[size] = repeats_s
-        for name in _MODELLED:
-            model_s[size][name] = all_reduce_seconds(name, size, world_size, link)
-            model_curves.setdefault(name, {})[size] = model_s[size][name]
-    crossover = crossover_bytes(world_size, link)
-    overtakes = format_bytes(crossover) if math.isfinite(crossover) else "never"
-
-    def figure() -> Any:
-        from workbook.plots import size_curves
-
-        title = f"All-reduce on {world_size} ranks (gloo over TCP, the others in shared memory)"
-        if "NCCL" in curves:
-            title = f"All-reduce on {world_size} GPUs"
-        drawn = {name: curves[name] for name in _DRAWN if name in curves}
-        models = {name: model_curves[name] for name in ("tree", "ring")}
-        return size_curves(drawn, models, crossover, title=title)
-
-    return Result(
-        title=f"All-reduce of float32 in place, {world_size} ranks, in turns",
-        facts={"world_size": world_size},
-        seconds=seconds,
-        against=tuple(name for name in _REFERENCES if name in curves),
-        case="size_bytes",
-        columns={"share_of_limit": share_of_limit, "model_s": model_s},
-        notes=(str(link), f"The ring overtakes the tree by the formula: {overtakes}."),
-        figures={f"{world_size}_ranks": figure},
-    )

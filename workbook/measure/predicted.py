@@ -32,7 +32,6 @@ from labkit.schedules.pipeline import pipeline_streams
 from labkit.schedules.ring import chunk_bounds
 from labkit.schedules.sharding import sharded_pass
 from labkit.strategies.async_parameter_server import AsyncParameterServer
-from labkit.strategies.base import Strategy
 from labkit.training.measured import measure_link
 from labkit.units import format_seconds
 from labkit.workload.losses import CountedLoss, ShareLoss
@@ -226,13 +225,12 @@ class StepModel:
         return 3 * self.blocks_s(samples, 1 / tp) + cut_s + reduce_s
 
 
-def _steps(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
-    """Seconds of this rank's steps, after one that warms up; asynchronous ones on the server."""
-    return steps_of(comm, strategies.get(name)(**options_of(name, ranks)), repeats)
+def steps_of(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
+    """Seconds of this rank's steps, after one that warms up; asynchronous ones on the server.
 
-
-def steps_of(comm: Comm, strategy: Strategy, repeats: int) -> list[float]:
-    """Seconds of this rank's steps with a technique; a ``data`` span begins each of them."""
+    A ``data`` span begins each of them.
+    """
+    strategy = strategies.get(name)(**options_of(name, ranks))
     strategy.loss = CountedLoss(ShareLoss(functional.cross_entropy))
     strategy.setup(comm, build(), partial(torch.optim.SGD, lr=0.01))
     tokens = torch.arange(SAMPLES * (MODEL.length + 1)).view(SAMPLES, -1) % MODEL.vocabulary
@@ -263,12 +261,15 @@ def measured_s(
 
     def all_steps(comm: Comm, names: Sequence[str]) -> list[list[float]]:
         torch.set_num_threads(1)
-        return [_steps(comm, name, ranks, repeats) for name in names]
+        return [steps_of(comm, name, ranks, repeats) for name in names]
 
-    alone = [
-        name for name in names if name == "single" or strategies.get(name).traits.in_one_process
-    ]
-    together = [name for name in names if name not in alone]
+    alone = []
+    together = []
+    for name in names:
+        if name == "single" or strategies.get(name).traits.in_one_process:
+            alone.append(name)
+        else:
+            together.append(name)
     seconds = {}
     for world_size, group in ((1, alone), (ranks, together)):
         if group:

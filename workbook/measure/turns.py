@@ -15,33 +15,10 @@ import torch
 from labkit.collectives import tree_all_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.engine.gpus import synchronize
-from labkit.engine.runtime.launch import run
 
-_TIMEOUT_S = 1800
-
-# The places of ranks: ``device`` and ``devices`` as in ``labkit.run``.
-DeviceOptions = Mapping[str, Any]
 # What one contender does when its turn comes; returns this rank's seconds.
 Turn = Callable[[], float]
 Name = TypeVar("Name")
-
-
-def on_ranks(
-    function: Callable[..., tuple[dict[Any, Any], Any]],
-    *arguments: Any,
-    world_size: int,
-    device_options: DeviceOptions,
-) -> tuple[dict[Any, Any], Any]:
-    """Run ``function(comm, *arguments)``, which returns seconds and facts, on all ranks.
-
-    Returns:
-        The seconds of the slowest rank in each turn, and the facts of rank 0.
-    """
-    result = run(
-        function, *arguments, world_size=world_size, timeout_s=_TIMEOUT_S, **device_options
-    )
-    _, facts = result.values[0]
-    return slowest([seconds for seconds, _ in result.values]), facts
 
 
 def slowest(by_rank: list[Any]) -> Any:

@@ -33,6 +33,7 @@ from labkit.engine.runtime.plain import dump_plain, dump_report, load_report
 from labkit.engine.runtime.rank_watch import Watch
 from labkit.engine.runtime.worker import call, connect, failures, open_comm
 from labkit.engine.started import read_numbers, started_as_rank
+from labkit.schedules.ring import host_of
 from labkit.units import MOST_SECONDS, format_count
 
 # The runs of this process so far, and the Comms that it has opened for threads.
@@ -132,19 +133,15 @@ class Opened:
     """A ``Comm`` for one thread, on the CPU, as ``open_for`` has opened it.
 
     Attributes:
-        hosts, host: the ranks of each host, and the number of this one.
         local_rank, local_size: this rank among those of its host, and their number.
-        has_failed: whether the script ends with an error.
     """
 
     def __init__(self, comm: Comm, at_end: Callable[[], None], watch: Watch | None = None):
         # A thread that is inside PyTorch when the interpreter ends would abort the process.
         atexit.register(at_end)
         self.comm = comm
-        self.has_failed = False
-        self.hosts = comm.session.hosts
-        self.host = next(n for n, ranks in enumerate(self.hosts) if comm.rank in ranks)
-        neighbours = self.hosts[self.host]
+        hosts = comm.session.hosts
+        neighbours = hosts[host_of(comm.rank, hosts)]
         self.local_rank = neighbours.index(comm.rank)
         self.local_size = len(neighbours)
         self._watch = watch
@@ -157,7 +154,6 @@ class Opened:
     def _end_with(self, kind: object, error: BaseException, trace: object) -> None:
         """Report an error that ends this script to the other ranks, and print the explanation."""
         sys.excepthook = self._print_error
-        self.has_failed = True
         if self._watch is not None and self.is_mine():
             error = self._watch.failed(error)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -17,15 +17,9 @@ from labkit.engine import devices
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.preload import warm_up
 from labkit.training.config import RunConfig, parse_split_points
-from labkit.training.resolve import (
-    NOTHING,
-    find_technique,
-    imported,
-    options_of,
-    resolve,
-    samples_for,
-)
+from labkit.training.resolve import find_technique, options_of, resolve
 from labkit.training.train_run import TrainResult, train_run
+from labkit.training.work import NOTHING, imported, samples_for
 from labkit.units import check_above_zero, check_integer
 from workbook.measure.compare.summary import SINGLE, Record, report
 from workbook.measure.record import machine, write
@@ -49,7 +43,8 @@ def main(json_path: str | None = None, words: Sequence[str] = (), **settings: An
     """
     record: Record = {"command": shlex.join(["labkit", *words])} | compare(**settings)
     print(report(record))
-    write(record, json_path, {})
+    if json_path is not None:
+        write(record, json_path)
     return int(any(row["failed"] for row in record["skipped"]))
 
 
@@ -153,7 +148,9 @@ def settings_of(
     settings = []
     for train_size in [largest, *smaller]:
         setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
-        setting["epochs"] = epochs if train_size == largest else min(epochs, _EPOCHS_FOR_TIME)
+        setting["epochs"] = epochs
+        if train_size < largest:
+            setting["epochs"] = min(epochs, _EPOCHS_FOR_TIME)
         settings.append(setting)
     return settings
 
