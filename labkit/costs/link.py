@@ -156,7 +156,10 @@ def hosts_all_reduce_seconds(
         card = replace(between, gamma_s_per_byte=between.gamma_s_per_byte / size)
         inside_s = all_reduce_seconds("ring", num_bytes, size, inside)
         return inside_s + all_reduce_seconds("ring", num_bytes, len(hosts), card)
-    leaving = max(sum((r + 1) % world_size not in ranks for r in ranks) for ranks in hosts)
+    leaving = 0
+    for ranks in hosts:
+        right_neighbours = {(rank + 1) % world_size for rank in ranks}
+        leaving = max(leaving, len(right_neighbours - set(ranks)))
     card = replace(between, beta_s_per_byte=leaving * between.beta_s_per_byte)
     links = [inside, card] if leaving else [inside]
     return max(all_reduce_seconds("ring", num_bytes, world_size, link) for link in links)

@@ -167,7 +167,10 @@ def card_bytes(algorithm: str, num_elements: int, element_bytes: int, hosts: Hos
             total = ring_all_reduce_cost(num_elements, element_bytes, world_size, rank).num_bytes
         return total
 
-    return [sum(sent_bytes(rank, host) for rank in host) for host in hosts]
+    leaving = []
+    for host in hosts:
+        leaving.append(sum(sent_bytes(rank, host) for rank in host))
+    return leaving
 
 
 def parameter_server_cost(

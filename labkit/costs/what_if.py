@@ -60,8 +60,9 @@ class WhatIf:
                 f"the prediction is of the seconds {self.unit}, and the run has {run_s:g} s {unit}"
             )
         error = self.predicted_s / run_s - 1
-        words = f"{abs(error):.0%} too {'long' if error > 0 else 'short'}"
-        after = f"Run: {format_seconds(run_s)} {self.unit}; the prediction is {words}."
+        which = "long" if error > 0 else "short"
+        after = f"Run: {format_seconds(run_s)} {self.unit}; "
+        after += f"the prediction is {abs(error):.0%} too {which}."
         return f"{after} {what_limited(trace)}"
 
     def __str__(self) -> str:

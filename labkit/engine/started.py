@@ -94,10 +94,11 @@ def started_as_rank() -> Started | None:
     missing = [name for name in _NEEDED if name not in given]
     if missing:
         values = ", ".join(f"{name}={os.environ[name]}" for name in given)
+        launchers_own = ", ".join(name for name in given if name in _LAUNCHERS_OWN)
         raise ValueError(
             f"{values} in the environment, but not {', '.join(missing)}: one of several ranks "
             f"needs {', '.join(_NEEDED)} (torchrun sets them); for a run that starts its ranks "
-            f"itself, unset {', '.join(name for name in given if name in _LAUNCHERS_OWN)}"
+            f"itself, unset {launchers_own}"
         )
     numbers = read_numbers()
     _integer("MASTER_PORT")

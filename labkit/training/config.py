@@ -303,10 +303,12 @@ class RunConfig:
 
     def options(self) -> dict[str, Any]:
         """The technique's own options that were given, as keyword arguments of its constructor."""
-        options = {name: getattr(self, name) for name in OPTIONS}
-        return {
-            name: value for name, value in options.items() if value != getattr(RunConfig, name)
-        }
+        options = {}
+        for name in OPTIONS:
+            value = getattr(self, name)
+            if value != getattr(RunConfig, name):
+                options[name] = value
+        return options
 
 
 # Options of some techniques only, beside the settings of all techniques.

@@ -244,14 +244,18 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, note: str)
     if strategy.traits.in_one_process:
         # Threads compute at the same time: only the main thread's seconds add up to the run's.
         seconds = trace.seconds_by_kind(lane=0)
-        trace = replace(trace, devices={0: ", ".join(dict.fromkeys(map(str, strategy.devices)))})
+        names = dict.fromkeys(map(str, strategy.devices))
+        trace = replace(trace, devices={0: ", ".join(names)})
     else:
         seconds = trace.seconds_by_kind()
     bytes_sent = messages = None
     if first.bytes_sent is not None:
-        # A rank that was lost has sent nothing that is known.
-        bytes_sent = [report.bytes_sent if report else 0 for report in result.values]
-        messages = [report.messages if report else 0 for report in result.values]
+        bytes_sent = []
+        messages = []
+        for report in result.values:
+            # A rank that was lost has sent nothing that is known.
+            bytes_sent.append(report.bytes_sent if report else 0)
+            messages.append(report.messages if report else 0)
     num_ranks = len(result.values)
     names = ("strategy", "builtin", "batch_size", "compress", "sync_batch_norm", "average_every")
     about = {name: getattr(config, name) for name in names}

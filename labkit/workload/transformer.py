@@ -43,15 +43,16 @@ class Attention(nn.Module):
     def __init__(self, width: int, num_heads: int):
         super().__init__()
         self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         # [n, T, h, D / h] to [n, h, T, D / h]
-        q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        heads = []
+        for part in self.qkv(x).chunk(3, dim=-1):
+            heads.append(part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
+        queries, keys, values = heads
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

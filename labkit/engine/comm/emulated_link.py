@@ -167,8 +167,12 @@ def over_link(comm: Comm, ranks: Sequence[int] | None = None) -> Comm:
     near: frozenset[int] = frozenset()
     if _hosts is not None:
         ranks = ranks or range(comm.world_size)
-        hosts = [tuple(n for n, rank in enumerate(ranks) if rank in host) for host in _hosts]
-        comm.hosts = tuple(host for host in hosts if host)
+        hosts = []
+        for host in _hosts:
+            members = tuple(number for number, rank in enumerate(ranks) if rank in host)
+            if members:
+                hosts.append(members)
+        comm.hosts = tuple(hosts)
         near = frozenset(comm.hosts[comm.host])
     if _card is not None:
         comm.transport.carry = partial(_card.carry, near)

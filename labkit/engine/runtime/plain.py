@@ -116,4 +116,8 @@ def load_error(data: bytes) -> WorkerError:
 
 
 def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
+    characters = []
+    for char in text:
+        is_harmless = char.isprintable() or char in "\n\t"
+        characters.append(char if is_harmless else " ")
+    return "".join(characters)

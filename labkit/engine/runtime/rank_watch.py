@@ -203,8 +203,9 @@ class Watch:
                 silent.append(rank)
         if not len(waiting) or not silent:
             return None
+        names = " and ".join(f"rank {rank}" for rank in silent)
         text = (
-            f"{' and '.join(f'rank {rank}' for rank in silent)} cannot be reached any more: the "
+            f"{names} cannot be reached any more: the "
             "process or its machine has ended, or the network is cut. What has started the ranks "
             "there says how they have ended."
         )

@@ -109,8 +109,10 @@ class Supervisor:
         if error is not None:
             remove_empty_segments()
             raise error
-        ranks = range(self.job.world_size)
-        return [None if rank in self.lost else self._evidence.reports[rank] for rank in ranks]
+        reports: list[Report | None] = []
+        for rank in range(self.job.world_size):
+            reports.append(None if rank in self.lost else self._evidence.reports[rank])
+        return reports
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")

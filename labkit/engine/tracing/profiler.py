@@ -131,8 +131,9 @@ def read_profiles(contents: dict[Path, Any]) -> tuple[list[Profile], list[str]]:
         raise ValueError(f"{empty[0]} has no operators or kernels of PyTorch's profiler")
     profiles = list(by_rank.values())
     world_size = max(profile.world_size for profile in profiles)
-    kinds = {span.kind for profile in profiles for span in profile.spans}
-    if "communicate" in kinds and (world_size or 2) > len(profiles):
+    spans = itertools.chain.from_iterable(profile.spans for profile in profiles)
+    communicates = any(span.kind == "communicate" for span in spans)
+    if communicates and (world_size or 2) > len(profiles):
         notes.append(
             f"Of {world_size or 'all'} ranks only {len(profiles)} can be seen: waiting for others "
             "counts as communication."

@@ -265,11 +265,16 @@ class Recorder:
         Spans of length zero are left out, except for messages and the marks of a new step.
         """
         self.settle()
-        return [
-            Span(self.rank, kind, start_s, end_s, num_bytes, peer, lane, meets, messages, call)
-            for start_s, end_s, (kind, num_bytes, peer, lane, meets, messages, call) in self._past
-            if end_s > start_s or num_bytes or meets or messages or kind == "data"
-        ]
+        spans = []
+        for start_s, end_s, (kind, num_bytes, peer, lane, meets, messages, call) in self._past:
+            if end_s > start_s or num_bytes or meets or messages or kind == "data":
+                spans.append(
+                    Span(
+                        *(self.rank, kind, start_s, end_s),
+                        *(num_bytes, peer, lane, meets, messages, call),
+                    )
+                )
+        return spans
 
 
 def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
@@ -278,14 +283,15 @@ def with_waits(parts: Iterable[Iterable[Span]]) -> Iterator[Span]:
     On a GPU an operation is only queued: it begins on both sides when the stream of the later rank
     has reached it. What the earlier rank's operation lasted before that is ``wait``.
     """
-    spans = [span for part in parts for span in part]
+    spans = list(itertools.chain.from_iterable(parts))
     # {meeting: {rank: the second at which its stream has reached it}}
     begun_s: dict[Meeting, dict[int, float]] = defaultdict(dict)
     for span in spans:
         for meeting in span.meets:
             begun_s[meeting][span.rank] = span.start_s
     for span in spans:
-        arrived_s, peer = span.start_s, None
+        arrived_s = span.start_s
+        peer = None
         for meeting in span.meets:
             for rank, at_s in begun_s[meeting].items():
                 # A send may end before its receiver has come, if the message fits into buffers.

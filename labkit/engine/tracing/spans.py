@@ -4,6 +4,7 @@ The spans of one lane, a thread of a rank, never overlap: an operation inside a 
 region's span, and opens it again. So the seconds by kind add up to the time the lane was busy.
 """
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -76,7 +77,7 @@ class Trace:
         devices: Mapping[int, str] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> "Trace":
-        spans = (span for part in parts for span in part)
+        spans = itertools.chain.from_iterable(parts)
         ordered = sorted(spans, key=lambda span: (span.start_s, span.rank))
         return cls(tuple(ordered), devices or {}, about=about or {})
 
@@ -92,22 +93,24 @@ class Trace:
         self, rank: int | None = None, kind: str | None = None, lane: int | None = None
     ) -> list[Span]:
         """The spans of one rank, one kind and one lane; None means all of them."""
-        return [
-            span
-            for span in self.spans
-            if (rank is None or span.rank == rank)
-            and (kind is None or span.kind == kind)
-            and (lane is None or span.lane == lane)
-        ]
+        spans = list(self.spans)
+        if rank is not None:
+            spans = [span for span in spans if span.rank == rank]
+        if kind is not None:
+            spans = [span for span in spans if span.kind == kind]
+        if lane is not None:
+            spans = [span for span in spans if span.lane == lane]
+        return spans
 
     def between(self, start_s: float, end_s: float) -> "Trace":
         """The parts of the spans that lie between two moments."""
-        cut = (
-            replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s))
-            for s in self.spans
-            if s.start_s < end_s and s.end_s > start_s
-        )
-        return Trace(tuple(cut), self.devices, self.apart, self.about)
+        parts = []
+        for span in self.spans:
+            if span.start_s < end_s and span.end_s > start_s:
+                part_start_s = max(span.start_s, start_s)
+                part_end_s = min(span.end_s, end_s)
+                parts.append(replace(span, start_s=part_start_s, end_s=part_end_s))
+        return Trace(tuple(parts), self.devices, self.apart, self.about)
 
     def seconds_by_kind(
         self, rank: int | None = None, lane: int | None = None
