@@ -31,7 +31,7 @@ from labkit.training.checkpoint_files import (
 from labkit.training.config import RunConfig
 from labkit.training.kept import Kept, common, random_states, set_random_states
 from labkit.training.optimizers import schedule_of
-from labkit.training.resolve import PARTS, Own, Work
+from labkit.training.work import PARTS, Own, Work
 from labkit.workload.losses import CountedLoss
 
 # The settings that decide which rank computes what, in which order.

@@ -9,14 +9,14 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from labkit.collectives import broadcast, naive_all_reduce, ring_all_reduce
+from labkit.collectives import broadcast, ring_all_reduce
 from labkit.engine import gpus
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.peak_memory import Part, PeakMemory
@@ -27,11 +27,10 @@ from labkit.strategies.base import Batch, Strategy
 from labkit.training.checkpoint import Checkpoints, Progress, Row, identity, on_sigterm
 from labkit.training.config import RunConfig
 from labkit.training.optimizers import optimizer_maker
-from labkit.training.recording import VERSION, Entry, Header, Recorder, entry_of, random_checksum
-from labkit.training.resolve import NOTHING, Own, Work, work_of
 from labkit.training.result import checksum
+from labkit.training.run_record import RunRecord
 from labkit.training.same_data import Sketch, check_same, sketch
-from labkit.units import format_count
+from labkit.training.work import NOTHING, Own, Work, work_of
 from labkit.workload.losses import CountedLoss, count_right
 from labkit.workload.samples import batch_slices, epoch_order, on_device, share
 
@@ -138,7 +137,7 @@ class _Run:
     verbose: bool
     checkpoints: Checkpoints | None = None
     events: Any = None
-    recorder: Recorder | None = None
+    record: RunRecord | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -165,25 +164,19 @@ class _Run:
             # Later epochs that an interrupted run wrote are not shown any more.
             self.events = SummaryWriter(config.log_dir, purge_step=len(self.progress.rows) + 1)
         if config.record is not None:
-            if self.comm.rank == 0:
-                # The one file is about all ranks.
-                ranks = format_count(config.world_size, "rank")
-                layout = f"{config.technique_name} on {ranks}"
-                header = Header(VERSION, 0, config.world_size, layout, True, config.shared())
-                self.recorder = Recorder(config.record, header)
-            self.record(0)
-            self.random_state = random_checksum()
+            self.record = RunRecord(config, strategy)
 
     def close_files(self) -> None:
         """End the files beside the checkpoints."""
         if self.events is not None:
             self.events.close()
-        if self.recorder is not None:
-            self.recorder.end()
+        if self.record is not None:
+            self.record.end()
 
     def start_clock(self) -> None:
         """Count time, messages and bytes from now on."""
-        self._sent_before, self._since_s = self.strategy.sent() or (0, 0), self.now_s()
+        self._sent_before = self.strategy.sent() or (0, 0)
+        self._since_s = self.now_s()
 
     def stop_clock(self) -> None:
         """Add what was counted since ``start_clock``, and the right predictions."""
@@ -191,8 +184,10 @@ class _Run:
         progress.seconds += self.now_s() - self._since_s
         sent = self.strategy.sent()
         if sent is not None:
-            counts = zip(progress.sent or (0, 0), sent, self._sent_before)
-            progress.sent = [total + after - before for total, after, before in counts]
+            messages, num_bytes = progress.sent or (0, 0)
+            messages += sent[0] - self._sent_before[0]
+            num_bytes += sent[1] - self._sent_before[1]
+            progress.sent = [messages, num_bytes]
         loss = self.strategy.loss
         if isinstance(loss, CountedLoss):
             right, judged = loss.take()
@@ -225,13 +220,11 @@ class _Run:
             weight = samples if strategy.step_weight is None else strategy.step_weight
             mean_loss = loss / (weight + (weight == 0))
             self.comm.progress(progress.done, all_steps, label, samples=samples, loss=mean_loss)
-            if self.config.record is not None:
+            if self.record is not None:
                 weight_before = progress.sums[progress.WEIGHT].clone()
                 self.stop_clock()
                 weight = progress.sums[progress.WEIGHT] - weight_before
-                drew = weight.new_tensor(self.random_state != random_checksum())
-                self.random_state = random_checksum()
-                self.record(progress.done, torch.stack([loss.to(weight), weight, drew]))
+                self.record.write_step(progress.done, loss, weight)
                 self.start_clock()
             if self.checkpoints is not None and progress.step < progress.epoch_steps:
                 # Its messages and seconds are not the technique's.
@@ -239,29 +232,6 @@ class _Run:
                 self.save_and_end(self.agree())
                 self.start_clock()
         strategy.end_epoch()
-
-    def record(self, step: int, sums: Tensor | None = None) -> None:
-        """Record all tensors of the model; a collective call.
-
-        ``sums`` [3] of this rank: its losses, their weight, 1 if it drew random numbers.
-        """
-        if sums is not None and self.comm.world_size > 1:
-            naive_all_reduce(self.comm, sums)
-        state = self.strategy.full_state()
-        if self.recorder is None:
-            return
-        # What was computed in lower precision is no nearer than that.
-        dtype = self.config.amp or self.config.dtype
-        if sums is not None:
-            entry = entry_of(step, "loss", "loss", sums[0] / sums[1])
-            self.recorder.write(replace(entry, dtype=dtype))
-            if sums[2]:
-                self.recorder.write(Entry(step, "random", "draws", [], "", 0.0, []))
-        # The gradients of the last layer are complete first.
-        for name in reversed(state):
-            if state[name].is_floating_point():
-                entry = entry_of(step, "parameter", name, state[name])
-                self.recorder.write(replace(entry, dtype=dtype))
 
     def end_epoch(self) -> None:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""
@@ -281,7 +251,8 @@ class _Run:
         is_end = self.agree()
         accuracy = _ratio(right, judged)
         self.report(_ratio(loss, weight), accuracy, progress.seconds, tested)
-        progress.epoch, progress.step = progress.epoch + 1, 0
+        progress.epoch += 1
+        progress.step = 0
         progress.seconds = 0.0
         progress.sums.zero_()
         self.save_and_end(is_end and progress.epoch < self.config.epochs)

@@ -1,10 +1,61 @@
-"""Checks of a learner's own model for all that a copy, a conversion or a cut loses in silence."""
+"""A learner's own model: checked for what a copy, a conversion or a cut loses in silence."""
+
+import copy
+from multiprocessing import parent_process
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from labkit.workload.losses import ShareLoss
-from labkit.workload.samples import seeded
+from labkit.workload.samples import Samples, as_dtype, seeded
+
+
+def in_sequence(part: Any) -> Any:
+    """Return a list of layers as one model, and anything else as it is."""
+    return nn.Sequential(*part) if isinstance(part, list | tuple) else part
+
+
+def copy_for_run(made: Any, part: Any, train: Samples, seed: int) -> nn.Module:
+    """Return the model that ``part`` has made; if it is the learner's object, a copy of it.
+
+    (In a rank it is a copy already.) Lazy modules take their shapes from ``train``.
+    """
+    if not isinstance(made, nn.Module):
+        raise ValueError(
+            f"model is of type {type(made).__name__}: give an nn.Module, a list of layers, or a "
+            "function without arguments that makes one"
+        )
+    is_lazy = any(isinstance(p, UninitializedTensorMixin) for p in made.parameters())
+    if not is_lazy:
+        check_values(made)
+    _detach_computed(made)
+    if made is part and not parent_process():
+        names = hooked(made)
+        if names:
+            raise ValueError(
+                f"{names[0]} of the model has a hook, which a copy of the model does not have: "
+                "give a function without arguments that makes the model and its hooks"
+            )
+        made = copy.deepcopy(made).cpu()
+    if is_lazy:
+        # Modules such as nn.LazyLinear take their shapes from a first batch.
+        inputs = train.first(2)[0]
+        with seeded(seed), torch.no_grad():
+            made.eval()(as_dtype(inputs, torch.get_default_dtype()))
+        made.train()
+        check_values(made)
+    return made
+
+
+def _detach_computed(model: nn.Module) -> None:
+    """Make attributes copyable that hooks compute before each forward, as of old weight_norm."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_computed = isinstance(value, Tensor) and value.grad_fn is not None
+            if is_computed and module._forward_pre_hooks:
+                vars(module)[name] = value.detach()
 
 
 def check_values(model: nn.Module) -> None:

@@ -23,9 +23,10 @@ from labkit.training.checkpoint import Start, find_start, on_sigterm, remove_unf
 from labkit.training.config import RunConfig, parse_link
 from labkit.training.kept import Kept
 from labkit.training.loop import RankReport, fit
-from labkit.training.resolve import NOTHING, PARTS, Own, imported, resolve, take_own
+from labkit.training.resolve import resolve
 from labkit.training.result import TrainResult
 from labkit.training.same_data import Sketch, check_same, sketch
+from labkit.training.work import NOTHING, PARTS, Own, imported, take_own
 from labkit.workload.datasets import is_folder
 
 # Settings that may differ between machines.
@@ -50,7 +51,7 @@ def train_with(
         settings: the other fields of ``RunConfig``; in a rank of torchrun or of another launcher
             ``world_size`` is what that has started, if left out. ``model``, ``dataset``,
             ``loss`` and ``optimizer`` may be your own objects, see
-            ``labkit.training.resolve.Own``; each rank gets a copy.
+            ``labkit.training.work.Own``; each rank gets a copy.
             ``result.state`` has the model's own names: ``model.load_state_dict`` takes it.
     """
     own_parts, settings = take_own(settings)

@@ -18,7 +18,8 @@ from labkit import RunConfig, run, train_with
 from labkit.engine.runtime.worker import seed_random_numbers
 from labkit.training.checkpoint_files import newest
 from labkit.training.loop import fit
-from labkit.training.resolve import make_strategy, take_own
+from labkit.training.resolve import make_strategy
+from labkit.training.work import take_own
 from labkit.workload.transformer import gpt
 
 # 110 = 5 x 20 + 10: six steps in an epoch, and a last batch that three ranks do not divide.

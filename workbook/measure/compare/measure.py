@@ -17,15 +17,9 @@ from labkit.engine import devices
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.preload import warm_up
 from labkit.training.config import RunConfig, parse_split_points
-from labkit.training.resolve import (
-    NOTHING,
-    find_technique,
-    imported,
-    options_of,
-    resolve,
-    samples_for,
-)
+from labkit.training.resolve import find_technique, options_of, resolve
 from labkit.training.train_run import TrainResult, train_run
+from labkit.training.work import NOTHING, imported, samples_for
 from labkit.units import check_above_zero, check_integer
 from workbook.measure.compare.summary import SINGLE, Record, report
 from workbook.measure.record import machine, write
