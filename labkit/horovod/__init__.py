@@ -27,10 +27,9 @@ from labkit.horovod.negotiator import (
 )
 from labkit.horovod.optimizer import (
     Average,
-    Compression,
+    Compression as Compression,
     DistributedOptimizer as DistributedOptimizer,
     Sum as Sum,
-    compress,
 )
 from labkit.strategies import sync_batch_norm
 
@@ -69,16 +68,8 @@ def allreduce_(tensor: Tensor, *, name: str | None = None, op: str = Average) ->
     return tensor
 
 
-def allreduce(
-    tensor: Tensor,
-    *,
-    name: str | None = None,
-    compression: torch.dtype | None = Compression.none,
-    op: str = Average,
-) -> Tensor:
-    """Reduce by ``op``: Average or Sum; ``compression`` is for what travels."""
-    outgoing = compress(_copy_of(tensor), compression)
-    return allreduce_(outgoing, name=name, op=op).to(tensor.dtype)
+def allreduce(tensor: Tensor, *, name: str | None = None, op: str = Average) -> Tensor:
+    return allreduce_(_copy_of(tensor), name=name, op=op)
 
 
 def allgather(tensor: Tensor, name: str | None = None) -> Tensor:

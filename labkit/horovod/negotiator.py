@@ -93,7 +93,6 @@ class Engine(threading.Thread):
         self._new: list[Request] = []
         self._error: BaseException | None = None
         self._is_ending = False
-        self._is_idle = False
         self.start()
 
     def submit(self, kind: str, name: str | None, tensor: Tensor, option: str = "") -> Handle:
@@ -126,24 +125,25 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
+        had_decisions = True
         try:
-            while self._await_work():
+            while self._await_work(had_decisions):
                 decisions = self._negotiate()
-                self._is_idle = not decisions
+                had_decisions = bool(decisions)
                 self._run_collectives(decisions)
         except BaseException as error:
             self._fail(error)
 
-    def _await_work(self) -> bool:
+    def _await_work(self, had_decisions: bool) -> bool:
         """Sleep until this rank has something to say; False when it has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self._handles or self._is_ending)
-            if self._is_idle:
-                # Nothing was ready: pause, unless there is news.
-                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
-            else:
+            if had_decisions:
                 # Collect more to fuse, unless the program waits.
                 self.changed.wait_for(lambda: self.num_waiting or self._is_ending, CYCLE_S)
+            else:
+                # Nothing was ready: pause, unless there is news.
+                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
             return bool(self._handles)
 
     def _negotiate(self) -> list[Decision]:

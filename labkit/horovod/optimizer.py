@@ -35,12 +35,6 @@ class Compression:
     fp16 = torch.float16
 
 
-def compress(tensor: Tensor, compression: torch.dtype | None) -> Tensor:
-    if compression is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.to(compression)
-
-
 class Gradients:
     """The gradients of an optimizer's parameters, on their way to the average.
 
@@ -92,7 +86,9 @@ class Gradients:
     def submit(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        gradient = compress(parameter.grad / self.factor, self.compression)
+        gradient = parameter.grad / self.factor
+        if self.compression is not None:
+            gradient = gradient.to(self.compression)
         name = self.names[parameter]
         self.under_way[parameter] = engine().submit("allreduce", name, gradient, self.op)
 
