@@ -63,15 +63,13 @@ def predict_step(
     return StepModel(max(gradient_s, default=0.0), buckets, times)
 
 
-def samples_that_hide(
-    num_bytes: float, world_size: int, link: Link, sample_s: float, backward_share: float = 2 / 3
-) -> float:
+def samples_that_hide(num_bytes: float, world_size: int, link: Link, sample_s: float) -> float:
     """Samples per rank from which backward is as long as the ring all-reduce of S bytes beside it.
 
     T(S, P) <= 2/3 c b, solved for b. ``sample_s`` is c, seconds of forward and backward for a
     sample; backward takes two thirds of them, having two products where forward has one.
     """
-    return all_reduce_seconds("ring", num_bytes, world_size, link) / (backward_share * sample_s)
+    return all_reduce_seconds("ring", num_bytes, world_size, link) / (2 / 3 * sample_s)
 
 
 def bucket_times(

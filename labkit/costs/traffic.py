@@ -16,7 +16,6 @@ from labkit.schedules.pipeline import Hop
 from labkit.schedules.ring import (
     Hosts,
     RingStep,
-    attention_chunks,
     chunk_bounds,
     num_blocks,
     ring_share_only,
@@ -340,28 +339,3 @@ def expert_parallel_cost(
     counts = share_only_cost(world_size, 2 * num_experts * 8, world_size, rank)
     gradients = ring_all_reduce_cost(replicated, element_bytes, world_size, rank)
     return sum([counts] * num_layers, start=travel + gradients)
-
-
-def ring_attention_cost(
-    shape: tuple[int, int, int, int],
-    element_bytes: int,
-    world_size: int,
-    rank: int = 0,
-    zigzag: bool = False,
-) -> tuple[Cost, Cost]:
-    """Ring attention forward and backward; ``shape`` is (n, k, T, d), of all keys.
-
-    With n k (T / P) d elements in a block 2 (P - 1) blocks forward. Backward as many again, and
-    2 P blocks of gradients, whose elements have at least 4 bytes.
-    """
-    samples, heads, length, size = shape
-    steps = world_size - 1
-    pair = 2 * samples * heads * size
-    # The right neighbour's own block is the one that this rank does not pass on.
-    chunks = attention_chunks((rank + 1) % world_size, world_size, length, zigzag)
-    passed_on = length - sum(len(chunk) for chunk in chunks)
-    blocks = Cost(steps, steps, passed_on * pair * element_bytes)
-    if world_size == 1:
-        return blocks, blocks
-    gradients = Cost(world_size, world_size, length * pair * max(4, element_bytes))
-    return blocks, blocks + gradients

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import WorkerError, run
-from labkit.costs.traffic import ring_attention_cost
+from labkit.costs.traffic import Cost
 from labkit.engine.comm.comm import SubComm
 from labkit.schedules.ring import attention_chunks
 from labkit.strategies.ring_attention import ring_attention
@@ -23,6 +23,25 @@ travel_by_value(__name__)
 SAMPLES, HEADS, SIZE = 2, 4, 4
 # Heads of keys and values: with 2 of them, two heads of queries share each.
 KV_HEADS = 4, 2
+
+
+def ring_attention_cost(shape, element_bytes, world_size, rank=0, zigzag=False):
+    """Ring attention forward and backward; ``shape`` is (n, k, T, d), of all keys.
+
+    With n k (T / P) d elements in a block 2 (P - 1) blocks forward. Backward as many again, and
+    2 P blocks of gradients, whose elements have at least 4 bytes.
+    """
+    samples, heads, length, size = shape
+    steps = world_size - 1
+    pair = 2 * samples * heads * size
+    # The right neighbour's own block is the one that this rank does not pass on.
+    chunks = attention_chunks((rank + 1) % world_size, world_size, length, zigzag)
+    passed_on = length - sum(len(chunk) for chunk in chunks)
+    blocks = Cost(steps, steps, passed_on * pair * element_bytes)
+    if world_size == 1:
+        return blocks, blocks
+    gradients = Cost(world_size, world_size, length * pair * max(4, element_bytes))
+    return blocks, blocks + gradients
 
 
 def whole(length, kv_heads):
