@@ -308,21 +308,21 @@ def _described(
     rank, a, b = pair
     sums = a.sums
     others = b.sums
-    if key.phase == "parameter" and key.step > 0:
+    if key.phase == "parameter" and key.step > 0 and rank is not None:
         # What the step has changed.
-        for rank_before, a_before, b_before in _pairs(
-            first, second, key._replace(step=key.step - 1)
-        ):
-            if rank_before == rank and rank is not None:
+        key_before = key._replace(step=key.step - 1)
+        for rank_before, a_before, b_before in _pairs(first, second, key_before):
+            if rank_before == rank:
                 sums = _differences(sums, a_before.sums)
                 others = _differences(others, b_before.sums)
     tolerance = _tolerance(a, b)
-    factor = factor_of(sums, others, 1e-6 if tolerance < 1e-6 else 2e-2)
+    is_exact = tolerance < 1e-6
+    factor = factor_of(sums, others, 1e-6 if is_exact else 2e-2)
     agree = True
     if rank is not None:
         replicas = list(second.parts(key).values())
         agree = all(_relative(replicas[0], other, 0.0) <= tolerance for other in replicas)
     cause = usual_cause(first, second, key, factor, agree)
-    if size < 1e-2 and tolerance > 1e-6:
+    if size < 1e-2 and not is_exact:
         cause += f". Or rounding in {b.dtype}, which grows step by step: record in float64 to tell"
     return Difference(key.step, key.phase, key.name, rank, size, factor, cause)

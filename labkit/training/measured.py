@@ -149,7 +149,9 @@ def _time_messages(
             # Small messages several in a row, as clocks and barriers have a price, too.
             in_a_row = max(1, min(16, 2**22 // size))
             took_s = timed(in_a_row, partial(move, size))
-            times.append(took_s if pattern == "exchange" else took_s / 2)
+            if pattern == "ping_pong":
+                took_s /= 2
+            times.append(took_s)
         if gamma:
             added_s.append(timed(1, add))
     moved_by = dist.get_backend().replace("nccl", "NCCL")

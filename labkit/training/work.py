@@ -22,14 +22,7 @@ from labkit.training.own_model import copy_for_run, in_sequence
 from labkit.workload.datasets import IMAGENET, is_folder, load_dataset, open_folder
 from labkit.workload.losses import ShareLoss
 from labkit.workload.models import build_model
-from labkit.workload.samples import (
-    Samples,
-    Transform,
-    first_of,
-    num_classes,
-    parts_of,
-    seeded,
-)
+from labkit.workload.samples import Samples, Transform, first_of, num_classes, parts_of, seeded
 
 PARTS = ("model", "dataset", "loss", "optimizer")
 

@@ -263,10 +263,13 @@ def measured_s(
         torch.set_num_threads(1)
         return [steps_of(comm, name, ranks, repeats) for name in names]
 
-    alone = [
-        name for name in names if name == "single" or strategies.get(name).traits.in_one_process
-    ]
-    together = [name for name in names if name not in alone]
+    alone = []
+    together = []
+    for name in names:
+        if name == "single" or strategies.get(name).traits.in_one_process:
+            alone.append(name)
+        else:
+            together.append(name)
     seconds = {}
     for world_size, group in ((1, alone), (ranks, together)):
         if group:

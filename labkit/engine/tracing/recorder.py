@@ -268,12 +268,8 @@ class Recorder:
         spans = []
         for start_s, end_s, (kind, num_bytes, peer, lane, meets, messages, call) in self._past:
             if end_s > start_s or num_bytes or meets or messages or kind == "data":
-                spans.append(
-                    Span(
-                        *(self.rank, kind, start_s, end_s),
-                        *(num_bytes, peer, lane, meets, messages, call),
-                    )
-                )
+                rest = (num_bytes, peer, lane, meets, messages, call)
+                spans.append(Span(self.rank, kind, start_s, end_s, *rest))
         return spans
 
 

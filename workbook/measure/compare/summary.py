@@ -129,9 +129,13 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
     rows = [_cells(record, contender, mark) for contender in present(record).values()]
     if not rows:
         return Table(("contender",), ())
-    # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
-    heads = [head for head in rows[0] if {row[head] for row in rows} != {"-"}]
-    return Table(tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
+    columns = {}
+    for head in rows[0]:
+        cells = [row[head] for row in rows]
+        # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
+        if set(cells) != {"-"}:
+            columns[head] = cells
+    return Table(tuple(columns), tuple(zip(*columns.values())))
 
 
 def report(record: Record) -> str:
@@ -191,9 +195,12 @@ def _peak_memory(runs: list[dict]) -> str:
     """The median over runs of the rank, or the GPU, that took most."""
     peaks = []
     for run in runs:
-        by_rank = [PeakMemory(**rank) for rank in run.get("peak_memory", ()) if rank]
-        if by_rank:
-            peaks.append(max(max(rank.by_device.values(), default=0) for rank in by_rank))
+        of_run = []
+        for rank in run.get("peak_memory", ()):
+            if rank:
+                of_run += PeakMemory(**rank).by_device.values()
+        if of_run:
+            peaks.append(max(of_run))
     return format_bytes(statistics.median(peaks)) if peaks else "-"
 
 
