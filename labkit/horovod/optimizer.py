@@ -11,6 +11,7 @@ Source: as ``labkit.horovod.coordinator``.
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,27 +36,21 @@ class Compression:
     fp16 = torch.float16
 
 
+@dataclass(eq=False)
 class Gradients:
     """The gradients of an optimizer's parameters, on their way to the average.
 
-    The arguments are those of ``DistributedOptimizer``.
+    ``passes`` and ``factor`` are arguments of ``DistributedOptimizer``.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        named_parameters: Iterable[tuple[str, Tensor]],
-        compression: torch.dtype | None,
-        passes: int,
-        op: str,
-        factor: float,
-    ):
-        self.compression = compression
-        self.passes = passes
-        self.op = op
-        self.factor = factor
-        self.groups = optimizer.param_groups
-        self.names = {parameter: name for name, parameter in named_parameters}
+    optimizer: Any
+    names: dict[Tensor, str]
+    compression: torch.dtype | None
+    passes: int
+    op: str
+    factor: float
+
+    def __post_init__(self) -> None:
         # By parameter: its backward passes since the last step, and what was submitted.
         self.num_passes = Counter[Tensor]()
         self.under_way: dict[Tensor, Handle] = {}
@@ -64,12 +59,12 @@ class Gradients:
             self.names.setdefault(parameter, f"noname.{number}")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self.gradient_ready)
-        optimizer.synchronize = self.synchronize
-        optimizer.skip_synchronize = self.skip_synchronize
-        optimizer.register_step_pre_hook(self.before_step)
+        self.optimizer.synchronize = self.synchronize
+        self.optimizer.skip_synchronize = self.skip_synchronize
+        self.optimizer.register_step_pre_hook(self.before_step)
 
     def parameters(self) -> Iterator[Tensor]:
-        for group in self.groups:
+        for group in self.optimizer.param_groups:
             yield from group["params"]
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -145,7 +140,7 @@ def DistributedOptimizer(
     check_integer("backward_passes_per_step", backward_passes_per_step)
     Gradients(
         optimizer=optimizer,
-        named_parameters=named_parameters or (),
+        names={parameter: name for name, parameter in named_parameters or ()},
         compression=compression,
         passes=backward_passes_per_step,
         op=op,
