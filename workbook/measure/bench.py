@@ -61,6 +61,9 @@ class Result:
                     if other in seconds_by_name:
                         ratio = Spread.of(ratios(seconds_by_name[other], repeats_s))
                         ratio_to[other] = asdict(ratio)
+                model_s = None
+                if name in _MODELLED:
+                    model_s = self.model_s(name, size)
                 rows.append(
                     {
                         "world_size": self.world_size,
@@ -70,7 +73,7 @@ class Result:
                         "time_s": asdict(Spread.of(repeats_s)),
                         "ratio_to": ratio_to,
                         "share_of_limit": limit_s / median(repeats_s),
-                        "model_s": self.model_s(name, size) if name in _MODELLED else None,
+                        "model_s": model_s,
                     }
                 )
         return rows
@@ -93,7 +96,10 @@ class Result:
             for name in references:
                 cells.append(Spread(**row["ratio_to"][name]).text(format_number))
             cells.append(format_number(row["share_of_limit"]))
-            cells.append("" if row["model_s"] is None else format_seconds(row["model_s"]))
+            model = ""
+            if row["model_s"] is not None:
+                model = format_seconds(row["model_s"])
+            cells.append(model)
             lines.append(tuple(cells))
         overtakes = "never"
         if math.isfinite(self.crossover_bytes()):

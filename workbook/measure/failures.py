@@ -177,7 +177,9 @@ def _inject(
                 return
         now_s = time.monotonic()
         injected.append(replace(fault, at_s=now_s - begun_s))
-        harmed_until_s = now_s if fault.kind == "kill" else now_s + fault.lasts_s
+        harmed_until_s = now_s
+        if fault.kind != "kill":
+            harmed_until_s += fault.lasts_s
         write_atomically(folder / "fault", repr(now_s).encode())
         if fault.kind == "cut":
             write_atomically(folder / f"cut-{fault.host}", repr(now_s + fault.lasts_s).encode())
@@ -209,11 +211,10 @@ def _read_events(folder: Path) -> list[list[dict[str, Any]]]:
     events = []
     for rank in range(_RANKS):
         path = folder / f"events-{rank}"
-        noted = []
-        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-            if line.endswith("\n"):
-                noted.append(json.loads(line))
-        events.append(noted)
+        lines = []
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+        events.append([json.loads(line) for line in lines if line.endswith("\n")])
     return events
 
 

@@ -148,7 +148,9 @@ def settings_of(
     settings = []
     for train_size in [largest, *smaller]:
         setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
-        setting["epochs"] = epochs if train_size == largest else min(epochs, _EPOCHS_FOR_TIME)
+        setting["epochs"] = epochs
+        if train_size < largest:
+            setting["epochs"] = min(epochs, _EPOCHS_FOR_TIME)
         settings.append(setting)
     return settings
 

@@ -163,6 +163,9 @@ def _cells(record: Record, contender: dict, mark: str) -> dict[str, str]:
         if pairs:
             epochs = format_number(statistics.median(pair[0] for pair in pairs))
             seconds = format_seconds(statistics.median(pair[1] for pair in pairs))
+    replicas = "equal"
+    if not all(run["replicas_agree"] for run in runs):
+        replicas = "DIFFERENT"
     target = f"{record['config']['target']:.0%}"
     sent = [max(run["bytes_sent"]) for run in runs if run["bytes_sent"]]
     torchs_ratios = times_faster(record, name, contender["counterpart"])
@@ -175,7 +178,7 @@ def _cells(record: Record, contender: dict, mark: str) -> dict[str, str]:
         f"time to {target}": seconds,
         "accuracy": accuracy,
         "from one device": _largest_difference(runs),
-        "replicas": "equal" if all(run["replicas_agree"] for run in runs) else "DIFFERENT",
+        "replicas": replicas,
         "sent per rank": _spread(sent, format_bytes),
         "peak memory": _peak_memory(runs),
     }
