@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 26250,
     "notebooks": 900,
-    "tests": 27195,
+    "tests": 27236,
     "tools": 1685,
     "workbook": 16130,
 }

@@ -6,10 +6,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import travel_by_value
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from labkit import WorkerError, run
 from labkit.costs.traffic import Cost
@@ -17,6 +14,7 @@ from labkit.engine.comm.comm import SubComm
 from labkit.schedules.ring import attention_chunks
 from labkit.strategies.ring_attention import ring_attention
 from labkit.workload.layers import HeldBytes
+from workbook.exercises.grader.held_memory import PeakBytes
 
 travel_by_value(__name__)
 
@@ -155,33 +153,13 @@ def test_zigzag_gives_each_rank_as_many_scores_of_a_causal_mask():
     assert len(set(scores)) == 1
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that operations have made and that are alive."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        outputs = func(*args, **(kwargs or {}))
-        given, made = (
-            {t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)}
-            for values in (args, outputs)
-        )
-        for storage in made - given:
-            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {key: one for key, one in self.alive.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return outputs
-
-
 def memory(comm, length):
     """Bytes kept for backward, and the peak of both passes."""
     shape = SAMPLES, HEADS, length // comm.world_size, SIZE
-    with HeldBytes(torch.nn.Identity()) as held, Live() as live:
+    with HeldBytes(torch.nn.Identity()) as held, PeakBytes() as peak:
         inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
         ring_attention(comm, *inputs, length=length).sum().backward()
-    return held.num_bytes, live.peak
+    return held.num_bytes, peak.num_bytes
 
 
 def test_the_memory_of_a_rank_falls_as_the_number_of_ranks_rises():
