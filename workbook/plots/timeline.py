@@ -5,6 +5,7 @@ how much of a run is computing, messages and waiting. The figures themselves sho
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,10 +28,13 @@ from workbook.plots.figure import (
     label_lanes,
     new_axes,
 )
-from workbook.plots.palette import styles_of, swatch
+from workbook.plots.palette import STYLES, styles_of, swatch
 
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
 _MOST_LANES = 8
+# With more kinds of span, those that take the least time share a colour, so that the legend can
+# be kept in mind.
+_MOST_KINDS = 4
 # Behind a text on a bar.
 BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
@@ -210,8 +214,12 @@ def draw_spans(
     bottom = lane + np.where(~beside & beside.any(), 0.14, 0.4)
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1)
     corners = corners.reshape(-1, 4, 2)
-    kinds = np.array([span.kind for span in spans])
-    styles = styles_of(kinds.tolist())
+    labels = _labels_of(spans)
+    kinds = np.array([labels[span.kind] for span in spans])
+    styles = {}
+    for kind, style in styles_of(labels).items():
+        label = labels[kind]
+        styles[label] = style if label == kind else STYLES["other"]
     looks = {kind: style.model if model else style for kind, style in styles.items()}
     colors = [looks[kind].color for kind in kinds]
     axes.add_collection(
@@ -228,6 +236,19 @@ def draw_spans(
             hatches = PathCollection([path], facecolors="none", hatch=look.hatch, **line)
             axes.add_collection(hatches)
     return [swatch(kind, style, model) for kind, style in styles.items()]
+
+
+def _labels_of(spans: list[Span]) -> dict[str, str]:
+    """The legend's label of each kind: its name, or that of all kinds which take little time."""
+    seconds = Counter[str]()
+    for span in spans:
+        seconds[span.kind] += span.end_s - span.start_s
+    labels = {kind: kind for kind in seconds}
+    if len(seconds) > _MOST_KINDS:
+        shortest = [kind for kind, _ in seconds.most_common()][_MOST_KINDS - 1 :]
+        names = [kind for kind in styles_of(shortest) if kind != "other"]
+        labels |= dict.fromkeys(shortest, f"other: {', '.join(names)}")
+    return labels
 
 
 def tag(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
