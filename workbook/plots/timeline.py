@@ -216,10 +216,9 @@ def draw_spans(
     corners = corners.reshape(-1, 4, 2)
     labels = _labels_of(spans)
     kinds = np.array([labels[span.kind] for span in spans])
-    styles = {}
-    for kind, style in styles_of(labels).items():
-        label = labels[kind]
-        styles[label] = style if label == kind else STYLES["other"]
+    styles = {kind: style for kind, style in styles_of(labels).items() if labels[kind] == kind}
+    for label in labels.values():
+        styles.setdefault(label, STYLES["other"])
     looks = {kind: style.model if model else style for kind, style in styles.items()}
     colors = [looks[kind].color for kind in kinds]
     axes.add_collection(
