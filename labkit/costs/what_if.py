@@ -48,8 +48,8 @@ class WhatIf:
         return self.predicted_s / self.recorded_s if self.recorded_s else math.inf
 
     def explain(self) -> Limit:
-        """The limit of the predicted run, as ``what_limited`` names it."""
-        return what_limited(self.predicted, gap="idle time")
+        """The limit of the predicted steps, as ``what_limited`` names it."""
+        return what_limited(_steps(self.predicted), gap="idle time")
 
     def beside(self, run: Any) -> str:
         """A sentence: the prediction's error against ``run``, made under these conditions."""
@@ -63,7 +63,7 @@ class WhatIf:
         which = "long" if error > 0 else "short"
         after = f"Run: {format_seconds(run_s)} {self.unit}; "
         after += f"the prediction is {abs(error):.0%} too {which}."
-        return f"{after} {what_limited(trace)}"
+        return f"{after} {what_limited(_steps(trace))}"
 
     def __str__(self) -> str:
         before = f"Recorded: {format_seconds(self.recorded_s)} {self.unit}."
@@ -72,7 +72,7 @@ class WhatIf:
             times = "just"
         after = f"Predicted {self.conditions}: {format_seconds(self.predicted_s)} {self.unit}, "
         after += f"{times} as long."
-        return f"{before} {what_limited(self.recorded)}\n{after} {self.explain()}"
+        return f"{before} {what_limited(_steps(self.recorded))}\n{after} {self.explain()}"
 
 
 def what_if(
@@ -132,17 +132,30 @@ def _network(
     return Network(Link(latency_s, 1 / (bandwidth_bytes_per_s or math.inf)), ranks_per_host)
 
 
+def _step_starts(trace: Trace) -> list[float]:
+    """When the last rank begins each training step, in seconds: loading its data begins it."""
+    starts_s = []
+    for rank in trace.ranks:
+        starts_s.append([span.start_s for span in trace.of(rank, "data", lane=0)])
+    # A rank without work, such as a server, may load no data.
+    return [max(at_s) for at_s in zip(*filter(None, starts_s))]
+
+
+def _steps(trace: Trace) -> Trace:
+    """The trace without what comes before the first step, such as sending the parameters."""
+    starts_s = _step_starts(trace)
+    if len(starts_s) < 2:
+        return trace
+    return trace.between(starts_s[0], math.inf)
+
+
 def step_seconds(trace: Trace) -> float | None:
     """Median seconds from one training step's start on the last rank to the next one's.
 
-    The loading of data begins a step. None for fewer than two steps. Of local SGD, which has
-    messages in one of K steps, it is a K-th of the median round.
+    None for fewer than two steps. Of local SGD, which has messages in one of K steps, it is a
+    K-th of the median round.
     """
-    begins_s = []
-    for rank in trace.ranks:
-        begins_s.append([span.start_s for span in trace.of(rank, "data", lane=0)])
-    # A rank without work, such as a server, may load no data.
-    last_s = [max(at_s) for at_s in zip(*filter(None, begins_s))]
+    last_s = _step_starts(trace)
     if len(last_s) < 2:
         return None
     num_steps = min(trace.about.get("average_every") or 1, len(last_s) - 1)
