@@ -113,7 +113,9 @@ def beside_one_device(cases, batches, judged, world_size):
 
     A case is (make_strategy, make_model, clip_norm, make_optimizer); the last two may be left out.
     """
-    values = run(train_each, batches, judged, cases, world_size=world_size, device="cpu").values
+    # Many trainings: on a busy machine they may take minutes.
+    options = {"world_size": world_size, "device": "cpu", "timeout_s": 900}
+    values = run(train_each, batches, judged, cases, **options).values
     found = []
     for case, by_rank in zip(cases, zip(*values, strict=True), strict=True):
         make_strategy, *how = case

@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 26250,
     "notebooks": 900,
-    "tests": 27236,
+    "tests": 27241,
     "tools": 1685,
     "workbook": 16130,
 }

@@ -359,7 +359,7 @@ ANSWERS = [
         [recomputes],
         [
             partial(recomputes, begins=range(0, 64, 8)),
-            from_the_start,
+            ends(from_the_start),
             from_the_first_to_the_last,
         ],
     ),
