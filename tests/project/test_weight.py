@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 27830,
     "tools": 1685,
-    "workbook": 16500,
+    "workbook": 16540,
 }
 
 

@@ -100,16 +100,24 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         # Of the same problem, the larger world size shows more.
         problems |= problems_here
         columns[world_size] = _column(exercise, tried, problems_here)
-    return _verdict(exercise, columns, list(problems.values()), num_answers=len(cases) // 2)
+    notes = [_with_cause(problem) for problem in [*problems.values()][:1]]
+    return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
+
+
+def _with_cause(problem: str) -> str:
+    """What is wrong, and before it, in the first line, why, if that is known."""
+    facts, cause, hint = f"{problem}\n\n".split("\n")[:3]
+    cause = cause or hint
+    sentences = [sentence[0].upper() + sentence[1:] for sentence in (cause, facts) if sentence]
+    return ".\n".join(sentences) if cause else facts
 
 
 def _verdict(
-    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[str], num_answers: int
+    exercise: Exercise, columns: dict[int, dict[str, str]], notes: list[str], num_answers: int
 ) -> Verdict:
-    """The verdict that the cells by world size and row, and the problems, come to."""
+    """The verdict that the cells by world size and row, and the notes on problems, come to."""
     ranks, elements = exercise.nouns
-    status = NOT_YET if problems else PASSED
-    notes = problems[:1]
+    status = NOT_YET if notes else PASSED
     if not ranks:
         notes = notes or [f"all {num_answers} answers are right"]
         return Verdict(exercise.name, status, notes=notes)
