@@ -17,9 +17,9 @@ LIMITS = {
     "data": 60,
     "labkit": 26250,
     "notebooks": 900,
-    "tests": 27830,
+    "tests": 27855,
     "tools": 1685,
-    "workbook": 16540,
+    "workbook": 16920,
 }
 
 
