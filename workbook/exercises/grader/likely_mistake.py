@@ -94,6 +94,11 @@ def _fitting(
     for solution in solutions:
         exec(solution, names)
     *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
+    right = {}
+    for case, of_case in values.items():
+        right[case] = agree(_played(names[name], exercise, case), of_case)
+    # The calls that went wrong come first: they tell mistakes apart.
+    calls = sorted(values.items(), key=lambda call: right[call[0]])
     counted = re.sub(r"\bwhile (.*):", r"while _count_turn() and (\1):", solutions[-1])
     fitting: list[list[str]] = [[], [], []]
     for phrase, level, code in with_one_mistake(counted, words):
@@ -104,8 +109,8 @@ def _fitting(
         turns = iter(range(1, _MOST_TURNS))
         changed = names | {"_count_turn": lambda turns=turns: next(turns)}
         exec(code, changed)
-        cases = values.items()
-        if all(agree(_played(changed[name], exercise, case), right) for case, right in cases):
+        fits = (agree(_played(changed[name], exercise, case), value) for case, value in calls)
+        if all(fits):
             fitting[level].append(phrase)
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:

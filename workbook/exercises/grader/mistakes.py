@@ -164,7 +164,8 @@ def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
         name = getattr(node, field, None)
         others: list = [*_OTHER_NAMES.get(name, ())] if isinstance(name, str) else []
         if field == "id" and name in arguments:
-            others += arguments
+            unit = name.rpartition("_")[2]
+            others += [other for other in arguments if other.endswith(f"_{unit}")]
         if type(name) is int:
             others = [name - 1, name + 1, 2 * name, name // 2]
         for other in others:
