@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 27855,
     "tools": 1685,
-    "workbook": 16950,
+    "workbook": 16955,
 }
 
 

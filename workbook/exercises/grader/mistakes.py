@@ -146,10 +146,12 @@ def _by_rules(node: ast.AST, known: Collection[str]) -> Iterator[_Change]:
             text = _name_of(part) if name == "f" else ast.unparse(part)
             is_known = text in known or name == "f"
             is_known |= isinstance(part, ast.Constant) or text == "comm.world_size"
-            words[name] = text if is_known else "what it should"
-        text = phrase.format(**words)
-        is_vague = text.endswith((" 1", "what it should", "conditions"))
-        yield text, int(is_vague), node, _Replacement(parts).visit(_parsed(mistaken))
+            if is_known:
+                words[name] = text
+        with contextlib.suppress(KeyError):  # what the learner does not know has no words
+            text = phrase.format(**words)
+            is_vague = text.endswith((" 1", "conditions"))
+            yield text, int(is_vague), node, _Replacement(parts).visit(_parsed(mistaken))
 
 
 def _name_of(function: ast.AST) -> str:
@@ -186,7 +188,8 @@ def _by_lines(node: Any) -> Iterator[_Change]:
     """Turns of loops and lines that are missing, or in another order."""
     turns = getattr(node, "iter", None)
     if turns and _name_of(turns) != "range":
-        for code, phrase in _LOOPS.items():
+        # In a list that is made in one line, an entry may be missing for another reason.
+        for code, phrase in [*_LOOPS.items()][0 if isinstance(node, ast.For) else -1 :]:
             yield phrase, 0, turns, _Replacement({"a": turns}).visit(_parsed(code))
     if isinstance(node, ast.For):
         for by, word in ((1, "large"), (-1, "small")):
