@@ -23,7 +23,7 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
     mistakes = {"it is the larger one": lambda solution, a, b: max(a, b)}
     adds = solved((1, 2), (2, 1), mistakes=mistakes)(lambda a, b: a + b)
     assert adds(lambda x, y: x + y).passed
-    assert "it is 2, expected 3: it is the larger one" in repr(adds(max))
+    assert "It is the larger one.\nWith a=1, b=2: it is 2, expected 3" in repr(adds(max))
     # A mistake has to explain all answers.
     assert "larger" not in repr(adds(lambda a, b: b))
     assert not adds(lambda a, b: a[b])
@@ -40,19 +40,20 @@ def test_a_function_without_ranks_is_graded_by_its_answers():
 
 def test_a_wrong_value_is_told_by_its_factor_or_its_order():
     product = solved((2, 3), (4, 5), (6, 7))(lambda a, b: a * b)
-    assert "in each case it is 0.5 times the expected" in repr(product(lambda a, b: a * b / 2))
+    assert "In each case it is 0.5 times the expected" in repr(product(lambda a, b: a * b / 2))
     assert "times" not in repr(product(lambda a, b: a * b + 1))
     assert "times" not in repr(product(lambda a, b: a * b * 1.00001))
     # Lists of other lengths, and dicts with other keys, from case to case.
     counts = solved((3,), (1,), (0,), (2,), (4,))(lambda n: [n + i for i in range(n)])
-    assert "in each case it is 2 times" in repr(counts(lambda n: [2 * (n + i) for i in range(n)]))
+    assert "In each case it is 2 times" in repr(counts(lambda n: [2 * (n + i) for i in range(n)]))
     keys = solved((3,), (1,), (2,))(lambda n: {i: i + 1 for i in range(n)})
     assert "expected" in repr(keys(lambda n: {i: 0 for i in range(n)}))
     once = solved((2, 3), (2, 3))(lambda a, b: a * b)
     assert "times" not in repr(once(lambda a, b: a * b / 2))
     sides = solved((2, 3), (4, 5))(lambda a, b: {"sum": a + 2 * b, "both": [a, b]})
     said = repr(sides(lambda a, b: {"both": [b, a], "sum": a + 2 * b}))
-    assert "in entry 'both': it is [3, 2], expected [2, 3]: the right values, but" in said
+    assert "in entry 'both': it is [3, 2], expected [2, 3]" in said
+    assert "The right values, but not in their places." in said
     assert "a dict of 'sum', expected a dict of 'both', 'sum'" in repr(
         sides(lambda *_: {"sum": 5})
     )
@@ -91,28 +92,13 @@ def test_a_difference_of_one_element_may_be_rounded_in_another_order():
     assert check.parameter_server.one_by_one.judge(case, [after[1] + 1e-5, *after])
 
 
-def test_another_number_in_place_of_an_argument_is_named():
-    power = solved((2, 3), (4, 5), (3, 2))(lambda base, exponent: base**exponent)
-
-    def words(fn):
-        return " ".join(repr(power(fn)).split())
-
-    assert "with exponent - 1 in place of exponent" in words(lambda b, e: b ** (e - 1))
-    assert "with base and exponent exchanged" in words(lambda b, e: e**b)
-    assert "with 1 in place of exponent" in words(lambda b, e: b)
-    assert "in each case" not in words(lambda b, e: b * e + 1)
-    assert "in each case" not in words(lambda b, e: None)
-    pairs = solved((3,), (4,))(lambda n: [[i] for i in range(n)])
-    assert "it is [[0], [1]], expected [[0], [1], [2]]" in repr(pairs(lambda n: [[0], [1]]))
-
-
 def new_sum(comm, tensor):
     tensor = tensor + 1
     through_rank_0(comm, tensor)
 
 
 def test_a_tensor_that_has_not_changed_is_named():
-    assert "it has not changed: write" in " ".join(repr(NAIVE(new_sum, world_sizes=(2,))).split())
+    assert "It is as it was given" in " ".join(repr(NAIVE(new_sum, world_sizes=(2,))).split())
 
 
 def test_what_is_printed_is_what_is_returned(capsys):
@@ -207,7 +193,7 @@ def never_ends(comm, tensor):
 
 
 def test_an_error_is_told_with_its_case_and_line_and_without_a_traceback(monkeypatch):
-    said = NAIVE(stops_at_rank_1).notes[0]
+    said = NAIVE(stops_at_rank_1).notes[-1]
     assert "with 2 ranks and 10 elements: rank 1 raised IndexError" in said
     assert "return tensor[comm.rank + 9 * (comm.rank == 1)]" in said
     assert "Traceback" not in said

@@ -17,9 +17,9 @@ LIMITS = {
     "data": 60,
     "labkit": 26250,
     "notebooks": 900,
-    "tests": 27241,
+    "tests": 27330,
     "tools": 1685,
-    "workbook": 16130,
+    "workbook": 16640,
 }
 
 

@@ -129,9 +129,9 @@ def _wrong_collectives(group: Any, rank: int, case: Case) -> list[str]:
                 text = f"{element} after {name} is {beside(tensor, expected_tensor)}"
                 factors = made_of(tensor, {"the expected values": expected_tensor})
                 if not gathers and agree(tensor, (first_by_rank, second_by_rank)[i][rank]):
-                    text += ": it has not changed"
+                    text += "\nit has not changed"
                 elif factors and set(factors.values()) != {1}:
-                    text += f": it is {in_words(factors)}"
+                    text += f"\nit is {in_words(factors)}"
                 problems.append(text)
         if problems:
             continue

@@ -24,7 +24,7 @@ def _near_the_sum(case: Case, values: list[Tensor]) -> Found:
             text = f"rank {rank} is off by {error:.2g}, and may be off by {bound:.2g}"
             factors = made_of(value, {f"rank {r}": case.tensor(r) for r in range(case.world_size)})
             if factors:
-                text += f", it holds {in_words(factors)}"
+                text += f", expected the sum, it holds {in_words(factors)}"
             return text
         if not torch.equal(value, values[0]):
             return (

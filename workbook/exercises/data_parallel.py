@@ -160,7 +160,7 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
         text = f"{name}: it is {beside(value, right)}"
         for mistake, wrong in mistakes.items():
             if agree(values[index:], wrong[index:]):
-                text += f"; it belongs to {mistake}"
+                text += f"\n{name} belongs to {mistake}"
                 break
         return Wrong(text)
     return None
@@ -211,6 +211,6 @@ def reduce(fn: Callable, there: str) -> Wrong | None:
             text += f": its sum is {beside(value, total)}"
             for count in {len(holders), len(by_device)} - {0, 1}:
                 if value is not None and agree(count * torch.as_tensor(value), total):
-                    text += f": that is the mean, the sum over {count}"
+                    text += f"\nthat is the mean, the sum over {count}"
             return Wrong(text)
     return None

@@ -145,9 +145,11 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
             text += f" of {accumulated} came"
             if set(reported) == {len(shapes) - 1}:
                 text += (
-                    ": a hook reads the loop's variable when backward runs, and then it has its "
+                    "\na hook reads the loop's variable when backward runs, and then it has its "
                     "last value. Bind it for each hook, as in lambda _, i=i: ready(i)"
                 )
+            elif "before" in f"{reported}":
+                text += "\nthe hook runs too early: .grad is set after it"
             return Wrong(text)
         if delayed:
             return Wrong(delayed[0])

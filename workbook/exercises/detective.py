@@ -198,6 +198,7 @@ def _read(
     *(("comes alone", 3, 7, 0, 99, None), ("does not come", 0, 5, 0, 3, None)),
     *(("calls another collective", 2, 6, 0, 2, 1), ("brings another size", 0, 4, 0, 99, None)),
     *(("all agree", 0, 7, 0, 2, None), ("calls another collective", 1, 0, 0, 99, None)),
+    in_words=lambda fault, *_: f"the dumps of a job ({fault})",
 )
 def culprit(
     fn: Callable, kind: str, rank: int, before: int, after: int, kept: int, lost: int | None
@@ -250,4 +251,4 @@ def culprit(
         causes = ["first the rank, then the number"]
     elif isinstance(answer, list) and answer[-1:] and answer[-1] in range(1, before + 1):
         causes.append(f"number {answer[-1]} is the same call on all ranks, retired or not")
-    return Wrong(": ".join([text, *causes[:1]]))
+    return Wrong("\n".join([text, *causes[:1]]))

@@ -78,7 +78,7 @@ def _by_rank(case: Case, mistake: str = "") -> list[list]:
     samplers = [DistributedSampler(samples, P, rank) for rank in range(P)]
     for epoch in range(_EPOCHS):
         for sampler in samplers:
-            sampler.set_epoch(epoch)
+            sampler.set_epoch(0 if mistake == "one order" else epoch)
         batch_losses = []
         for batches in zip(*(torch.tensor([*s]).split(_BATCH_SIZE) for s in samplers)):
             for (model, _), batch in zip(trainings, batches):
@@ -144,6 +144,9 @@ to_ddp = Check(
     mistakes={
         "the learning rate is not multiplied by the number of ranks": (
             lambda rank, case: _by_rank(case, "not scaled")[rank]
+        ),
+        "each epoch has the same order: the sampler is not told the epoch": (
+            lambda rank, case: _by_rank(case, "one order")[rank]
         ),
         "each rank updates with its own gradient: call the DDP, not the model that it wraps": (
             lambda rank, case: [_by_rank(case, "not averaged")[rank][0], None, None, None]

@@ -75,9 +75,9 @@ def _wrong_experts(logits: Tensor, k: int, experts: Tensor, expected: Tensor) ->
     chosen = experts[token].tolist()
     problem = f"the experts of token {token} are {chosen}, expected {expected[token].tolist()}"
     if torch.equal(experts, logits.softmax(dim=0).topk(k).indices):
-        return f"{problem}: the softmax goes over the experts of a token (dim 1), not over tokens"
+        return f"{problem}\nthe softmax goes over the experts of a token (dim 1), not over tokens"
     if torch.equal(experts.sort(dim=1).values, expected.sort(dim=1).values):
-        return f"{problem}: the right ones, but the most probable comes first"
+        return f"{problem}\nthe right ones, but the most probable comes first"
     return problem
 
 
@@ -93,7 +93,7 @@ def _weights_mistake(logits: Tensor, weights: Tensor, top: Tensor) -> str:
     }
     for words, wrong in mistakes.items():
         if torch.allclose(weights, wrong, atol=1e-6):
-            return f": {words}"
+            return f"\n{words}"
     return ""
 
 
@@ -236,7 +236,7 @@ def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) 
         for words, value in mistakes.items():
             if agree(returned.detach(), value.detach()) and not agree(value, expected):
                 return Wrong(
-                    f"it is {returned.item():.4g}, expected {expected.item():.4g}: {words}"
+                    f"it is {returned.item():.4g}, expected {expected.item():.4g}\n{words}"
                 )
         return Wrong(f"it is {returned.item():.4g}, expected {expected.item():.4g}")
     if not returned.requires_grad:

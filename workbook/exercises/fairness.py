@@ -21,6 +21,12 @@ from workbook.exercises.grader.compare import agree, beside, fit
         "an all-reduce takes P - 1 steps to add and P - 1 more to spread the sum": (
             lambda count, messages: messages[0] / (len(messages) - 1)
         ),
+        "a rank sends nothing to itself: 2 (P - 1) messages, not 2 P": (
+            lambda count, messages: messages[0] // (2 * len(messages))
+        ),
+        "each rank sends 2 (P - 1) messages: do not add up those of all ranks": (
+            lambda count, messages: sum(messages) // (2 * (len(messages) - 1))
+        ),
     },
 )
 def synchronisations(messages: Sequence[int]) -> int:
@@ -141,7 +147,7 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
         return Wrong(text)
     # The warm-up pair is not counted, so it may begin with either.
     if any(pair == following for pair, following in itertools.pairwise(pairs[1:])):
-        return Wrong(f"{text}: two in a row begin with the same one")
+        return Wrong(f"{text}\ntwo pairs in a row begin with the same one")
     ratios = [b / a for a, b in zip(seconds["a"], seconds["b"])]
     expected = statistics.median(ratios[1:])
     if agree(ratio, expected):
@@ -150,11 +156,11 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     a_s = statistics.median(seconds["a"][1:])
     b_s = statistics.median(seconds["b"][1:])
     if agree(ratio, statistics.median(1 / b_over_a for b_over_a in ratios[1:])):
-        text += ": that is a / b"
+        text += "\nthat is a / b"
     elif any(agree(ratio, middle(ratios[1:])) for middle in _MIDDLES):
-        text += ": of an even number of pairs it is the mean of the two in the middle"
+        text += "\nof an even number of pairs it is the mean of the two in the middle"
     elif agree(ratio, statistics.median(ratios)):
-        text += ": the warm-up pair is counted, too"
+        text += "\nthe warm-up pair is counted, too"
     elif agree(ratio, b_s / a_s):
-        text += ": that is the ratio of the two medians, not the median of the pairs' ratios"
+        text += "\nthat is the ratio of the two medians, not the median of the pairs' ratios"
     return Wrong(text)

@@ -61,11 +61,11 @@ def in_order(fn: Callable, buckets: list[list[int]], order: list[int]) -> Wrong 
     started = [b for b, _ in starts]
     in_turn = [b for b, _ in expected]
     if sorted(map(str, started)) != sorted(set(map(str, started))):
-        text += ": a bucket is started more than once"
+        text += "\na bucket is started more than once"
     elif started != in_turn and sorted(map(str, started)) == sorted(map(str, in_turn)):
-        text += ": a bucket that is full waits for those before it"
+        text += "\na bucket that is full waits for those before it"
     elif started == in_turn[: len(started)] and starts[-1:] > expected[len(starts) - 1 :][:1]:
-        text += ": with one gradient several buckets may have to start"
+        text += "\nwith one gradient several buckets may have to start"
     return Wrong(text)
 
 
@@ -160,9 +160,11 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
             text = f"the gradients of parameters {bucket} are {beside(gradient, expected)}"
             parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
             if agree(gradient, total):
-                text += f": they are not divided by {batch_size} after the wait"
+                text += f"\nthey are not divided by {batch_size} after the wait"
             elif factors := made_of(gradient * batch_size, parts):
-                text += f": they are ({in_words(factors)}) / {batch_size}"
+                text += f"\nthey are ({in_words(factors)}) / {batch_size}"
+            elif agree(gradient.sort().values, expected.sort().values):
+                text += "\nthe pieces are not in the order of the bucket"
             return Wrong(text)
     return None
 
@@ -256,19 +258,19 @@ def _wrong_moments(came: list[int], starts: list[_AllReduce]) -> Found:
         text = f"it starts all-reduces of {sizes} elements, expected {_ELEMENTS}, in this order"
         missing = [b for b, size in enumerate(_ELEMENTS) if size not in sizes]
         if len(sizes) > len(_ELEMENTS):
-            return f"{text}: each bucket is one all-reduce"
+            return f"{text}\neach bucket is one all-reduce"
         if missing and len(sizes) < len(_ELEMENTS):
-            return f"{text}: bucket {missing[0]} is not started, and a gradient may never come"
+            return f"{text}\nbucket {missing[0]} is not started, and a gradient may never come"
         if missing:
-            return f"{text}: in bucket {missing[0]} a gradient that did not come counts as zeros"
-        return f"{text}: a bucket that is full waits for those before it"
+            return f"{text}\nin bucket {missing[0]} a gradient that did not come counts as zeros"
+        return f"{text}\na bucket that is full waits for those before it"
     moments = _start_moments(_BUCKETS, came)
     # Where a gradient never comes, a bucket starts when backward is over.
     moments += [last] * (len(starts) - len(moments))
     for b, (start, moment) in enumerate(zip(starts, moments)):
         if start.started_at != moment:
             text = f"it starts bucket {b} at gradient {start.started_at} of {last}, expected at "
-            return f"{text}gradient {moment}: once it is full, if ever, and in its turn"
+            return f"{text}gradient {moment}\na bucket starts once it is full, and in its turn"
         if start.waited_at is None:
             return f"it does not wait for bucket {b}: the sum may not be there"
         if start.waited_at < last:

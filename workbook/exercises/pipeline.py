@@ -217,10 +217,10 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
         for place, action in enumerate(stream):
             forward = Action("forward", action.micro_batch)
             if action.kind == "backward" and forward not in stream[:place]:
-                return f"stage {stage} runs {_listed(stream)}: {action} needs {forward} before it"
+                return f"stage {stage} runs {_listed(stream)}\n{action} needs {forward} before it"
         expected = list(schedules.one_f_one_b(stage, len(streams), M))
         if [action.kind for action in stream] != [action.kind for action in expected]:
-            text = f"stage {stage} runs {_listed(stream)}: "
+            text = f"stage {stage} runs {_listed(stream)}\n"
             held = in_flight(stream)
             most = in_flight(expected)
             if held < most:
@@ -279,7 +279,7 @@ def bubble(
     }
     for name, wrong in mistakes.items():
         if agree(share, wrong):
-            return Wrong(f"{text}: that is {name}")
+            return Wrong(f"{text}\nthat is {name}")
     return Wrong(text)
 
 

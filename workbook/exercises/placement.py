@@ -156,7 +156,5 @@ def best_cuts(
     # A learner may add up in another order than the planner.
     if split.step_s <= best_s * (1 + 1e-9):
         return None
-    text += (
-        f": its step takes {format_seconds(split.step_s)}, {format_seconds(best_s)} is possible"
-    )
+    text += f": its step takes {format_seconds(split.step_s)}, expected {format_seconds(best_s)}"
     return Wrong(text)

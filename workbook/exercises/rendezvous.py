@@ -170,7 +170,7 @@ def _wrong_attempt(processes: Sequence[list]) -> Found:
                         f"the process at {address} returned {short(result)}: it knows no address"
                     )
                     return f"{text} of rank {addresses.index(None)}, and has to wait for it"
-        text = f"the process at {address} returned {short(result)}: return (rank, addresses), a "
+        text = f"the process at {address} returned {short(result)}\nreturn (rank, addresses), a "
         return f"{text}number and a list of strings (store.get returns bytes)"
     by_rank = sorted((result[0], address) for address, result, *_ in processes)
     ranks = [rank for rank, _ in by_rank]
@@ -189,7 +189,8 @@ def _judge(case: Case, values: list[Any]) -> Found:
     for attempt, processes in enumerate(zip(*values)):
         fault = _wrong_attempt(processes)
         if fault and attempt:
-            return f"in a later attempt, with a store that holds the keys of those before: {fault}"
+            cause = "\neach attempt needs its own keys: the store still holds those before"
+            return f"in a later attempt, {fault}" + cause * ("\n" not in fault)
         if fault:
             return fault
     return None

@@ -157,16 +157,16 @@ def _judge_server(case: Case, values: list[Any]) -> Found:
     _, end = values[0]
     expected = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
     if end != expected:
-        text = f"the parameters end as {beside(end, expected)}: each push subtracts its "
-        return f"{text}gradient once, in place"
+        text = f"the parameters end as {beside(end, expected)}"
+        return text if any(end) else f"{text}\nsubtract each gradient in place"
     for worker in workers:
         elements = [pulled[worker - 1] for pulled in values[worker]]
         expected = [-plan.steps[worker] * (n + 1) for n in range(plan.pushes[worker])]
         if elements != expected:
             text = f"element {worker - 1} of what worker {worker} pulls is {elements}, expected "
             if elements == [plan.steps[worker]] * plan.pushes[worker]:
-                return f"{text}{expected}: that is its gradient, not the parameters"
-            return f"{text}{expected}: each answer holds the update before it"
+                return f"{text}{expected}\nthat is its gradient, not the parameters"
+            return f"{text}{expected}\neach answer has to hold the update before it"
     return None
 
 
@@ -238,7 +238,7 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         if not agree(value, expected):
             text = f"{name} {beside(value, expected)} for the order of pushes {served}"
             if value is end and agree(end, undivided):
-                text += ": divide each gradient by 1 + its staleness"
+                text += "\ndivide each gradient by 1 + its staleness"
             return text
     return None
 

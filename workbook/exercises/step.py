@@ -49,7 +49,7 @@ def timer(fn: Callable, repeats: int) -> Wrong | None:
     }
     for name, wrong in mistakes.items():
         if agree(median, wrong):
-            text += f": that is {name}"
+            text += f"\nthat is {name}"
             break
     return Wrong(text)
 
@@ -150,11 +150,13 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     text = f"the gradient is ({words}) / {n}, expected ({expected}) / {n}"
     of_means = sum(total / size for total, size in zip(sums.values(), sizes))
     if agree(gradient, of_means / len(sizes)):
-        text += ": that is the mean of the micro-batches' means"
+        text += "\nthat is the mean of the micro-batches' means"
     elif agree(gradient, of_means):
-        text += ": that is the sum of the micro-batches' means"
+        text += "\nthat is the sum of the micro-batches' means"
     elif agree(gradient, total):
-        text += f": the sum over the samples is not divided by {n}"
+        text += f"\nthe sum over the samples is not divided by {n}"
+    elif agree(n * gradient, [*sums.values()][-1]):
+        text += "\nonly the last micro-batch counts: gradients have to add up"
     return Wrong(text)
 
 

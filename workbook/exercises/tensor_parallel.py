@@ -121,7 +121,7 @@ def heads(fn: Callable, num_heads: int, size: int, world_size: int) -> Wrong | N
         terms.append(_attention(x, weights[0], weights[1], num_heads // world_size))
     if torch.allclose(torch.stack(terms).sum(0), _attention(x, qkv, out, num_heads), atol=1e-4):
         return None
-    return Wrong("the ranks' terms do not add up to the attention of all heads")
+    return Wrong("the ranks' terms do not add up: are rows and columns of the same heads?")
 
 
 def shapes_of(value: Any) -> list[list[int]] | str:
@@ -267,7 +267,7 @@ def attend(fn: Callable, scale: float, lengths: Sequence[int]) -> Wrong | None:
                 }
                 for words, wrong in mistakes.items():
                     if torch.allclose(value, wrong, rtol=1e-4, atol=1e-5):
-                        return Wrong(f"{text}: {words}")
+                        return Wrong(f"{text}\n{words}")
                 return Wrong(text)
         running = Running(*returned)
     return None

@@ -3,8 +3,17 @@
 Symbols: P ranks, S bytes of a rank's tensor.
 """
 
+from collections.abc import Callable
+
 from labkit.costs import Link, all_reduce_seconds
 from workbook.exercises.grader import solved
+
+
+def _with_half_a_ring(choose: Callable, n: int, P: int, alpha_s: float, beta: float) -> str:
+    tree_s = all_reduce_seconds("tree", n, P, Link(alpha_s, beta))
+    return (
+        "tree" if 2 * tree_s <= all_reduce_seconds("ring", n, P, Link(alpha_s, beta)) else "ring"
+    )
 
 
 # S, P, alpha, beta: a tensor that a mistake decides wrongly, a link without a fixed price and one
@@ -21,6 +30,12 @@ from workbook.exercises.grader import solved
         # With S bytes in each message the tree would never take longer.
         "a message of the ring has S / P bytes, one of the tree S": lambda *_: "tree",
         "on a tie it is the tree": lambda choose, n, *rest: choose(n + 1e-9, *rest),
+        "each message has its alpha": lambda choose, n, P, alpha, beta: choose(n, P, 0.0, beta),
+        # Half of the ring's time, or twice the tree's: the answers are the same.
+        "the ring takes 2 (P - 1) messages, the tree log2 P": _with_half_a_ring,
+        "the one that takes less time": lambda choose, *case: (
+            "ring" if choose(*case) == "tree" else "tree"
+        ),
     },
 )
 def choose(num_bytes: int, world_size: int, alpha_s: float, beta_s_per_byte: float) -> str:

@@ -115,10 +115,13 @@ class Outcome(NamedTuple):
 
 
 class Wrong(str):
-    """A sentence in place of a value: a rank, or a ``call``, has noticed itself what is wrong."""
+    """What is wrong, in place of a value: a rank, or a ``call``, has noticed it itself.
+
+    A sentence with numbers, and in a second line the mistake behind it, if it is known.
+    """
 
 
-# What a judge returns: a sentence, or None if nothing is wrong.
+# What a judge returns: the same, or None if nothing is wrong.
 Found = str | None
 Ranks = tuple[Outcome, ...]
 

@@ -21,6 +21,7 @@ from workbook.exercises.grader.judge_traffic import (
     traffic_problems,
 )
 from workbook.exercises.grader.judge_values import value_problem
+from workbook.exercises.grader.likely_mistake import likely_mistake
 from workbook.exercises.grader.on_ranks import DidNotFinish, outcomes_of
 from workbook.exercises.grader.own_run import own_run
 from workbook.exercises.grader.report import (
@@ -33,6 +34,8 @@ from workbook.exercises.grader.report import (
 from workbook.exercises.grader.stub import is_stub
 
 WORLD_SIZES = (2, 3, 4)
+# On so many ranks the values of different mistakes differ.
+_ENOUGH = 4
 
 
 def grade(fn: Callable, exercise: Exercise, world_sizes: Iterable[int] = WORLD_SIZES) -> Verdict:
@@ -88,6 +91,8 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     problems: dict[str, str] = {}
     seed = new_seed()
     cases: list[Case] = []
+    # The wrong values that are searched for their cause, of few ranks, but not of the fewest.
+    searched: dict[Case, Ranks] = {}
     for world_size in world_sizes:
         cases = exercise.cases(world_size, seed)
         try:
@@ -95,21 +100,34 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         except DidNotFinish as error:
             if problems:
                 break
-            return Verdict(exercise.name, NOT_YET, notes=[str(error)])
+            notes = [*_earlier_mistake(fn, exercise, cases[: cases.index(error.case)]), str(error)]
+            return Verdict(exercise.name, NOT_YET, notes=notes)
         problems_here = _problems(exercise, tried)
         # Of the same problem, the larger world size shows more.
         problems |= problems_here
         columns[world_size] = _column(exercise, tried, problems_here)
-    return _verdict(exercise, columns, list(problems.values()), num_answers=len(cases) // 2)
+        if "values" in problems_here and (not searched or world_size <= _ENOUGH):
+            searched = tried
+    notes = [_with_cause(problem, fn, exercise, searched) for problem in [*problems.values()][:1]]
+    return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
+
+
+def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[str]:
+    """Why the values of calls that went without an error are wrong, if that can be found."""
+    with suppress(DidNotFinish):
+        tried = outcomes_of(fn, exercise, cases) if cases else {}
+        facts, *cause = (value_problem(exercise, tried) or "").split("\n")[:2]
+        note = _with_cause("\n".join([facts, *cause]), fn, exercise, tried)
+        return [note] if "\n" in note else []
+    return []
 
 
 def _verdict(
-    exercise: Exercise, columns: dict[int, dict[str, str]], problems: list[str], num_answers: int
+    exercise: Exercise, columns: dict[int, dict[str, str]], notes: list[str], num_answers: int
 ) -> Verdict:
     """The verdict that the cells by world size and row, and the problems, come to."""
     ranks, elements = exercise.nouns
-    status = NOT_YET if problems else PASSED
-    notes = problems[:1]
+    status = NOT_YET if notes else PASSED
     if not ranks:
         notes = notes or [f"all {num_answers} answers are right"]
         return Verdict(exercise.name, status, notes=notes)
@@ -124,6 +142,15 @@ def _verdict(
         caption += "."
     heads = [format_count(world_size, ranks) for world_size in columns]
     return Verdict(exercise.name, status, heads, rows, notes, caption)
+
+
+def _with_cause(problem: str, fn: Callable, exercise: Exercise, tried: dict[Case, Ranks]) -> str:
+    """What is wrong, and before it, in the first line, why, if that is known or can be found."""
+    facts, cause, hint = f"{problem}\n\n".split("\n")[:3]
+    if not cause and ", expected " in facts:
+        cause = likely_mistake(fn, exercise, tried) or hint
+    sentences = [sentence[0].upper() + sentence[1:] for sentence in (cause, facts) if sentence]
+    return ".\n".join(sentences) if cause else facts
 
 
 def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:

@@ -3,13 +3,10 @@
 The cases are those of a run of one rank: a process that can be ended, whatever the function does.
 """
 
-import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import combinations, permutations
-from operator import index
 from random import Random
 from typing import Any
 
@@ -84,8 +81,7 @@ def solved(
                 signature=", ".join(names),
                 expected=lambda rank, case: solution(*tried[case.size]),
                 mistakes={
-                    words: partial(result, rule)
-                    for words, rule in [*(mistakes or {}).items(), *_with_other_arguments(names)]
+                    words: partial(result, rule) for words, rule in (mistakes or {}).items()
                 },
                 call=lambda fn, comm, *args: fn(*args),
             )
@@ -95,30 +91,6 @@ def solved(
         return check
 
     return check_of
-
-
-def _with_other_arguments(names: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield mistakes of any solution, in words and as a rule: other numbers as arguments."""
-
-    def with_numbers(change: Callable[[dict], dict], solution: Callable, *args: Any) -> Any:
-        given = dict(zip(names, args))
-        numbers = {name: value for name, value in given.items() if type(value) in (int, float)}
-        # An argument may be no number, and the solution may have no answer for another one.
-        with contextlib.suppress(Exception):
-            return solution(**(given | change(numbers)))
-        return object()
-
-    changes: dict[str, Callable[[dict], dict]] = {}
-    for name in names:
-        changes[f"{name} - 1 in place of {name}"] = lambda given, n=name: {n: index(given[n]) - 1}
-        changes[f"{name} + 1 in place of {name}"] = lambda given, n=name: {n: index(given[n]) + 1}
-        changes[f"1 in place of {name}"] = lambda given, n=name: {n: given[n] ** 0}
-    for a, b in permutations(names, 2):
-        changes[f"{b} in place of {a}"] = lambda given, a=a, b=b: {a: given[b]}
-    for a, b in combinations(names, 2):
-        changes[f"{a} and {b} exchanged"] = lambda given, a=a, b=b: {a: given[b], b: given[a]}
-    for words, change in changes.items():
-        yield f"in each case it is the result with {words}", partial(with_numbers, change)
 
 
 def _exercise(

@@ -5,7 +5,7 @@ The inputs are random, so a linear fit tells how a value was put together: "0.5 
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -42,23 +42,30 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         problem = None
         if noticed := [rank for rank, value in enumerate(values) if isinstance(value, Wrong)]:
             rank = f", rank {noticed[0]}" if len(ranks) > 1 else ""
-            problem = f"{case_text}{rank}: {values[noticed[0]]}"
+            problem = _told(f"{case_text}{rank}", values[noticed[0]])
         elif exercise.judge is None:
             problem = _first_wrong(exercise, tried, case)
         else:
             if objection := exercise.judge(case, values):
-                problem = f"{case_text}: {objection}"
+                problem = _told(case_text, objection)
         changed = max(outcome.changed for outcome in ranks)
         if not problem and changed:
-            problem = f"{case_text}: {changed}"
+            problem = _told(case_text, changed)
         if problem:
             # A judge may find in the data of one call what those of the other do not show.
             unjudged = exercise.judge is None and not noticed
             if unjudged and case.call and case_text == exercise.where(replace(case, call=0)):
                 given = "other data" if exercise.nouns[0] else "the same arguments"
-                problem += f". The first call, with {given}, went right"
+                facts, *causes = problem.split("\n")
+                facts += f". The first call, with {given}, went right"
+                problem = "\n".join([facts, *causes])
             return problem
     return None
+
+
+def _told(where: str, found: str) -> str:
+    """What a judge has found. A sentence that compares nothing is itself the cause."""
+    return f"{where}: {found}" if "expected" in found or "\n" in found else f"{where}\n{found}"
 
 
 def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
@@ -69,16 +76,18 @@ def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
         text = exercise.where(case)
         if case.world_size > 1:
             text += f", rank {rank} is the first with a wrong result"
+        hint = ""
         if kind := other_kind(outcome.value, exercise.expected(rank, case)):
             text += f": {kind}"
         elif elsewhere := _right_elsewhere(exercise, case, rank, outcome):
-            return f"{text}: {elsewhere}"
+            return f"{text}\n{elsewhere}"
         else:
             if wrong.name:
                 text += f", in {wrong.name} {wrong.index!r}"
-            text += f": {_describe(exercise, case, wrong)}"
-        mistake = _mistake(exercise, tried, rank) or _likeness(exercise, tried, rank, wrong)
-        return f"{text}: {mistake}" if mistake else text
+            described, _, hint = _describe(exercise, case, wrong).partition("\n")
+            text += f": {described}"
+        hint = _likeness(exercise, tried, rank, wrong) or hint
+        return f"{text}\n{_mistake(exercise, tried, rank)}\n{hint}"
     return None
 
 
@@ -87,12 +96,6 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     for sentence, wrong in exercise.mistakes.items():
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
-    if exercise.written is not None and all(
-        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
-        or not _wrong_part(exercise, case, rank, ranks[rank].value)
-        for case, ranks in tried.items()
-    ):
-        return f"it has not changed: {_IN_PLACE}"
     return ""
 
 
@@ -100,11 +103,26 @@ def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> st
     """Describe what this rank's values have in common with the expected ones; "" for nothing.
 
     They differ only in their order, or by one factor, as far as at least three numbers show it.
+    Or they are what the rank was given.
     """
+    if exercise.written is not None and all(
+        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
+        or not _wrong_part(exercise, case, rank, ranks[rank].value)
+        for case, ranks in tried.items()
+    ):
+        return "it is as it was given: nothing has been written into it"
     values = [plain(ranks[rank].value) for ranks in tried.values()]
     expected = [plain(exercise.expected(rank, case)) for case in tried]
     if [*map(sorted_inside, values)] == [*map(sorted_inside, expected)]:
         return "the right values, but not in their places"
+    value, right = values[0], expected[0]
+    if isinstance(value, list) and isinstance(right, list):
+        for index in range(len(right)):
+            if agree(value, right[:index] + right[index + 1 :]):
+                return f"what should be entry {index} is missing"
+        for a, b in combinations(range(len(value)), 2):
+            if isinstance(value[a], Tensor) and value[a].numel() and agree(value[a], value[b]):
+                return f"entries {a} and {b} are equal, as if one tensor was in both places"
     if any(map(other_kind, values, expected)):
         return ""
     if wrong.name == "entry":
@@ -203,7 +221,10 @@ def _input_pieces(exercise: Exercise, case: Case, rank: int) -> list:
 
 
 def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
-    """A wrong part in words: its kind, of what it is made, or its first difference."""
+    """A wrong part in words: its kind, of what it is made, or its first difference.
+
+    In a second line what may lead to the mistake.
+    """
     if kind := other_kind(wrong.value, wrong.expected):
         return kind
     value = _flat(wrong.value)
@@ -214,12 +235,14 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
         given = _flat([x.double() for x in exercise.inputs(0, case) if isinstance(x, Tensor)])
         if given is not None and not torch.isfinite(given).all():
             return f"it is {beside(wrong.value, wrong.expected)}"
-        return "it holds NaN or infinity (is a tensor from torch.empty read before it is filled?)"
+        hint = "a tensor from torch.empty may have been read before it was filled"
+        return f"it holds NaN or infinity, expected numbers\n{hint}"
     basis = _basis(exercise, case, wrong)
     factors = made_of(value, basis)
     expected_factors = made_of(expected, basis)
     if expected_factors and factors and factors != expected_factors:
-        return f"it is {in_words(factors)}, expected {in_words(expected_factors)}"
+        text = f"it is {in_words(factors)}, expected {in_words(expected_factors)}"
+        return f"{text}\n{_difference(factors, expected_factors, case.world_size)}"
     if not expected_factors or not factors:
         multiple = made_of(value, {"the expected values": expected})
         if multiple and set(multiple.values()) != {1}:
@@ -231,6 +254,21 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
     almost = "almost right: " if factors and factors == expected_factors else ""
     pair = beside(float(value[first]), float(expected[first]))
     return f"it is {almost}{pair} at place {first}"
+
+
+def _difference(factors: Mapping[str, float], expected: Mapping[str, float], ranks: int) -> str:
+    """What a sum does not have, has twice, or divided by P; "" if that is not all."""
+    missing = [name for name in expected if name not in factors]
+    times = {name: factors[name] / expected[name] for name in expected if name in factors}
+    changed = {name: factor for name, factor in times.items() if abs(factor - 1) > _ROUNDED}
+    if not factors.keys() <= expected.keys() or (missing and changed):
+        return ""
+    if missing:
+        return f"missing: {', '.join(missing)}"
+    if all(abs(factor * ranks - 1) <= _ROUNDED for factor in changed.values()):
+        return f"divided by {ranks}, the number of ranks: {', '.join(changed)}"
+    is_twice = all(abs(factor - 2) <= _ROUNDED for factor in changed.values())
+    return f"counted twice: {', '.join(changed)}" if is_twice else ""
 
 
 def _basis(exercise: Exercise, case: Case, wrong: _Part) -> dict[str, Tensor | None]:

@@ -2,11 +2,14 @@
 
 import contextlib
 import os
+import random
 import re
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+
+import torch
 
 from labkit.engine.comm.comm import Comm
 from labkit.engine.errors import DeadlineError, WorkerError
@@ -41,6 +44,7 @@ class DidNotFinish(Exception):
         if isinstance(error, DeadlineError) and load > 2 * cores:
             story += f"\nOr try again: the machine is busy (load {load:.0f} on {cores} cores)."
         super().__init__(f"{case_text}: {story}")
+        self.case = case
 
 
 def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Case, Ranks]:
@@ -94,6 +98,7 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
         if number:
             # A message that one call left unreceived must not be received by the next call.
             comm.barrier()
+        draw_alike(case)
         args = exercise.inputs(comm.rank, case)
         try:
             outcomes.append(call_once(comm, fn, exercise, args))
@@ -101,6 +106,14 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
             error.add_note(f"{_IN_CASE}{number}")
             raise
     return outcomes
+
+
+def draw_alike(case: Case) -> None:
+    """In a rank: what is drawn is the same in each trial of one case; torch.empty makes NaN."""
+    torch.set_deterministic_debug_mode("warn")
+    seed = hash(case)
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def call_once(

@@ -1,0 +1,164 @@
+"""Name the mistake behind wrong values: the page's solution with that mistake makes the same ones.
+
+``mistakes`` changes one place of the solution at a time. To try a hundred of them takes a second,
+since the ranks are threads of one process.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import permutations
+from queue import SimpleQueue
+from threading import Thread
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labkit.engine.comm.comm import Comm
+from labkit.engine.comm.transport import Transport
+from labkit.engine.errors import WorkerError
+from labkit.engine.runtime.launch import run
+from workbook.exercises.grader.compare import agree
+from workbook.exercises.grader.exercise import Case, Exercise, Ranks
+from workbook.exercises.grader.mistakes import with_one_mistake
+from workbook.exercises.grader.on_ranks import call_once, draw_alike
+from workbook.notebook.pages import page_files
+
+# Then the search ends without a result (seconds of computing, seconds in all), a message counts as
+# lost, a loop as endless.
+_COMPUTING_S = 3.0
+_TIMEOUT_S = 8.0
+_MESSAGE_S = 0.1
+_MOST_TURNS = 1_000
+# Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
+_MOST_PHRASES = (2, 1, 1)
+_CHOICES = (bool, str, type(None))
+_SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
+
+
+def likely_mistake(fn: Callable, exercise: Exercise, tried: Mapping[Case, Ranks]) -> str:
+    """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
+    values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
+    results = [value for of_case in values.values() for value in of_case]
+    if all(type(result) in _CHOICES for result in results):
+        return ""
+    # There may be no such page, a changed function may not end, a name may not travel.
+    with suppress(LookupError, OSError, ValueError, WorkerError):
+        solutions, words = _page_of(exercise.name)
+        used = " ".join(solutions)
+        names = {
+            name: value
+            for name, value in getattr(fn, "__globals__", {}).items()
+            if name in used and (callable(value) or isinstance(value, ModuleType))
+        }
+        args = exercise.to_run(), solutions, words, names, values
+        ran = run(_fitting, *args, world_size=1, device="cpu", timeout_s=_TIMEOUT_S)
+        if ran.values[0]:
+            return f"the same values come from a solution {', or '.join(ran.values[0])}"
+    return ""
+
+
+def _page_of(name: str) -> tuple[list[str], list[str]]:
+    """The solutions on the exercise's page, its own the last, and the words of its text."""
+    for path in page_files():
+        solutions: list[str] = []
+        words: list[str] = []
+        for cell in json.loads(path.read_text())["cells"]:
+            source = "".join(cell["source"])
+            if f"check.{name}(" in source:
+                return solutions, words
+            if source.startswith("#"):
+                words = []
+            found = _SOLUTION.findall(source)
+            solutions += found
+            if not found:
+                words += re.findall(r"\w+", source)
+    raise LookupError(name)
+
+
+def _fitting(
+    comm: Comm,
+    exercise: Exercise,
+    solutions: list[str],
+    words: list[str],
+    names: dict[str, Any],
+    values: Mapping[Case, list[Any]],
+) -> list[str]:
+    """The phrases of the mistakes that fit, of the lowest level with any; none if in doubt."""
+    end_s = time.process_time() + _COMPUTING_S
+    torch.set_num_threads(1)
+    for solution in solutions:
+        exec(solution, names)
+    *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
+    right = {}
+    for case, of_case in values.items():
+        right[case] = agree(_played(names[name], exercise, case), of_case)
+    # The calls that went wrong come first: they tell mistakes apart.
+    calls = sorted(values.items(), key=lambda call: right[call[0]])
+    counted = re.sub(r"\bwhile (.*):", r"while _count_turn() and (\1):", solutions[-1])
+    fitting: list[list[str]] = [[], [], []]
+    for phrase, level, code in with_one_mistake(counted, words):
+        if time.process_time() > end_s:
+            return []
+        if phrase in fitting[level]:
+            continue
+        turns = iter(range(1, _MOST_TURNS))
+        changed = names | {"_count_turn": lambda turns=turns: next(turns)}
+        exec(code, changed)
+        fits = (agree(_played(changed[name], exercise, case), value) for case, value in calls)
+        if all(fits):
+            fitting[level].append(phrase)
+    for phrases, most in zip(fitting, _MOST_PHRASES):
+        if phrases:
+            return phrases if len(phrases) <= most else []
+    return []
+
+
+def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
+    """What ``fn`` leaves behind, by rank; [] if a rank raises or waits for ever."""
+    ranks = range(case.world_size)
+    queues = {edge: SimpleQueue() for edge in permutations(ranks, 2)}
+    values: dict[int, Any] = {}
+
+    def play(rank: int) -> None:
+        with suppress(BaseException):  # a changed function may raise anything
+            transport = _ThroughQueues(rank, queues)
+            comm = Comm(rank, case.world_size, torch.device("cpu"), transport)
+            values[rank] = call_once(comm, fn, exercise, exercise.inputs(rank, case)).value
+
+    draw_alike(case)
+    threads = [Thread(target=play, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [values[rank] for rank in ranks] if len(values) == len(ranks) else []
+
+
+class _ThroughQueues(Transport):
+    """The messages of a rank that is a thread. A send does not wait."""
+
+    def __init__(self, rank: int, queues: Mapping[tuple[int, int], SimpleQueue]):
+        super().__init__()
+        self._rank = rank
+        self._queues = queues
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        self._queues[self._rank, dst].put(tensor.clone())
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        message = self._queues[src, self._rank].get(timeout=_MESSAGE_S)
+        if message.shape != tensor.shape or message.dtype != tensor.dtype:
+            raise ValueError("a message has another shape or dtype than its receive")
+        tensor.copy_(message)
+
+    def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:
+        self.send(send, dst)
+        self.recv(recv, src)
+
+    def barrier(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,221 @@
+"""The mistakes that learners make, as changes of one place in a solution's source.
+
+Each has a phrase, such as "with one step more", which does not show the line that is changed.
+"""
+
+import ast
+import contextlib
+import copy
+from collections.abc import Collection, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+# Code, what a mistake makes of it, and the phrase. Here a, b, c and f stand for any expression.
+_RULES = (
+    ("a + b", "a", "that does not add {b}"),
+    ("a + b", "b", "that does not add {a}"),
+    ("a + b", "a - b", "that subtracts where it should add"),
+    ("a - b", "a", "that does not subtract {b}"),
+    ("a - b", "a + b", "that adds where it should subtract"),
+    ("a * b", "a", "that does not multiply by {b}"),
+    ("a * b", "b", "that does not multiply by {a}"),
+    ("a / b", "a", "that does not divide by {b}"),
+    ("a / b", "a * b", "that multiplies where it should divide"),
+    ("a / b", "a / comm.world_size", "that divides by the number of ranks"),
+    ("a // b", "a", "that does not divide by {b}"),
+    ("a % b", "a", "in which an index does not wrap around"),
+    ("a % b", "(a + 1) % b", "with an index that is one too large"),
+    ("a % b", "(a - 1) % b", "with an index that is one too small"),
+    ("a ** 2", "a", "that does not square {a}"),
+    ("a ** 0.5", "a", "that takes no square root"),
+    ("a < b", "a <= b", "with <= in place of <"),
+    ("a <= b", "a < b", "with < in place of <="),
+    ("a > b", "a >= b", "with >= in place of >"),
+    ("a >= b", "a > b", "with > in place of >="),
+    ("a and b", "a", "without one of its conditions"),
+    ("a and b", "b", "without one of its conditions"),
+    ("a or b", "a", "without one of its conditions"),
+    ("a or b", "b", "without one of its conditions"),
+    ("range(a)", "range(a + 1)", "with one step more"),
+    ("range(a)", "range(a - 1)", "with one step fewer"),
+    ("range(a)", "range(1, a)", "with one step fewer"),
+    ("range(a, b)", "range(a, b - 1)", "with one step fewer"),
+    ("range(a, b)", "range(a + 1, b)", "with one step fewer"),
+    ("f(a)", "a", "without {f}"),
+    ("f(a, b)", "a", "without {f}"),
+    ("f(a, b)", "b", "without {f}"),
+    ("f(comm, a, b)", "a", "without {f}"),
+    ("a.f()", "a", "without {f}"),
+    ("a[b:]", "a", "that leaves nothing out"),
+    ("a.topk(b)", "a.topk(b, largest=False)", "that takes the smallest"),
+    ("a.tensor_split(b)", "[*a[: len(a) // b * b].view(b, -1)]", "that leaves out a remainder"),
+    ("ring_all_reduce(comm, a)", "ring_all_reduce(comm, a, 'mean')", "with a mean over the ranks"),
+    ("ring_all_reduce(comm, a, b)", "ring_all_reduce(comm, a)", "with a sum over the ranks"),
+    ("comm.exchange(a, b, c, f)", "c.add_(comm.exchange(a, b, c.clone(), f))", "that only adds"),
+    ("comm.recv(a, b)", "a.add_(comm.recv(a.clone(), b))", "that adds what it receives"),
+    ("a += b", "a[...] = b", "that overwrites where it should add"),
+    ("a += b", "a = a + b", "that does not change {a}"),
+    ("a += b", "pass", "that does not change {a}"),
+    ("a -= b", "a += b", "that adds where it should subtract"),
+    ("right, left = a, b", "left, right = a, b", "with the neighbours exchanged"),
+    ("dst, src = a, b", "src, dst = a, b", "with sender and receiver exchanged"),
+    ("return a, b", "return b, a", "that returns its results in another order"),
+    ("return a", "return [*a[comm.rank :], *a[: comm.rank]]", "that begins with the rank's own"),
+)
+_LOOPS = {
+    "list(a)[1:]": "that leaves out the first turn of a loop",
+    "list(a)[:-1]": "that leaves out the last turn of a loop",
+    "list(a)[::-1]": "with a loop in the reverse order",
+}
+# A function, an operation or a rank -> what it may be taken for.
+_REDUCTIONS = ("sum", "mean", "median", "max")
+_OTHER_NAMES: dict[str, Collection[str]] = dict.fromkeys(_REDUCTIONS, _REDUCTIONS)
+_OTHER_NAMES |= {"min": ["max"], "maximum": ["minimum"], "sub_": ["add_"], "add_": ["copy_"]}
+_OTHER_NAMES |= {"dst": ["src"], "src": ["dst"], "left": ["right"], "right": ["left"]}
+# The phrase, its level, the node that is changed, and the one in its place. Level 0 tells which
+# place it is, level 1 does not, level 2 is another number.
+_Change = tuple[str, int, ast.AST, ast.AST]
+
+
+def with_one_mistake(source: str, known: Collection[str]) -> Iterator[tuple[str, int, CodeType]]:
+    """Yield the phrase, its level, and the code, for each change of the source.
+
+    ``known``: the words that a phrase may use for what is in the source.
+    """
+    tree = ast.parse(source)
+    arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    for node in list(ast.walk(tree)):
+        changes = [*_by_rules(node, known), *_by_names(node, arguments), *_by_lines(node)]
+        for phrase, level, old, new in changes:
+            changed: Any = _Replacement({id(old): new}).visit(tree)
+            with contextlib.suppress(SyntaxError, TypeError, ValueError):  # it is no Python
+                code = compile(ast.fix_missing_locations(changed), "<mistake>", "exec")
+                yield phrase, level, code
+            _Replacement({id(new): old}).visit(tree)
+
+
+class _Replacement(ast.NodeTransformer):
+    """Puts other nodes in the places of some, which are given by id or by name."""
+
+    def __init__(self, others: Mapping[Any, Any]):
+        self._others = others
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.Name) and node.id in self._others:
+            other = copy.copy(self._others[node.id])
+            other.ctx = node.ctx
+            return other
+        return self._others.get(id(node)) or self.generic_visit(node)
+
+
+def _parsed(code: str) -> Any:
+    """The node of a statement, or of an expression."""
+    statement = ast.parse(code).body[0]
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+_PATTERNS = [_parsed(code) for code, _, _ in _RULES]
+
+
+def _matches(pattern: Any, node: Any, parts: dict[str, Any]) -> bool:
+    """Tell if a node has the form of a pattern; ``parts`` gets what a, b, c and f stand for."""
+    if isinstance(pattern, ast.Name) and pattern.id in ("a", "b", "c", "f"):
+        parts[pattern.id] = node
+        return isinstance(node, ast.expr)
+    if pattern == "f" and isinstance(node, str):  # the name of a method
+        parts["f"] = ast.Name(node)
+        return True
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(map(_matches, pattern, node, [parts] * len(node)))
+    if isinstance(pattern, ast.AST):
+        fields = [field for field in pattern._fields if field != "ctx"]
+        ours, theirs = ([getattr(n, field, None) for field in fields] for n in (pattern, node))
+        return _matches(ours, theirs, parts)
+    return pattern == node
+
+
+def _by_rules(node: ast.AST, known: Collection[str]) -> Iterator[_Change]:
+    for pattern, (_, mistaken, phrase) in zip(_PATTERNS, _RULES):
+        parts: dict[str, Any] = {}
+        if not _matches(pattern, node, parts):
+            continue
+        words = {}
+        for name, part in parts.items():
+            text = _name_of(part) if name == "f" else ast.unparse(part)
+            is_known = text in known or name == "f"
+            is_known |= isinstance(part, ast.Constant) or text == "comm.world_size"
+            if is_known:
+                words[name] = text
+        with contextlib.suppress(KeyError):  # what the learner does not know has no words
+            text = phrase.format(**words)
+            is_vague = text.endswith((" 1", "conditions"))
+            yield text, int(is_vague), node, _Replacement(parts).visit(_parsed(mistaken))
+
+
+def _name_of(function: ast.AST) -> str:
+    """The name of a function or method, or of the one that is called."""
+    function = getattr(function, "func", function)
+    return getattr(function, "attr", getattr(function, "id", "")).strip("_")
+
+
+def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
+    """Another name, or another argument of the exercise."""
+    for field in ("id", "attr", "value"):
+        name = getattr(node, field, None)
+        others: list = [*_OTHER_NAMES.get(name, ())] if isinstance(name, str) else []
+        if field == "id" and name in arguments:
+            unit = name.rpartition("_")[2]
+            others += [other for other in arguments if other.endswith(f"_{unit}")]
+        if type(name) is int:
+            others = [name - 1, name + 1, 2 * name, name // 2]
+        for other in others:
+            new = copy.copy(node)
+            setattr(new, field, other)
+            if other != name:
+                level = 2 * (type(name) is int)
+                yield f"with {other} in place of {name}", level, node, new
+    for argument in arguments:
+        given = ast.Name(argument, ast.Load())
+        if isinstance(node, ast.Call) and _name_of(node) in ("send", "exchange"):
+            yield f"that sends {argument}", 0, node.args[0], given
+        if isinstance(node, ast.Return) and node.value:
+            yield f"that returns {argument}", 0, node.value, given
+
+
+def _by_lines(node: Any) -> Iterator[_Change]:
+    """Turns of loops and lines that are missing, or in another order."""
+    turns = getattr(node, "iter", None)
+    if turns and _name_of(turns) != "range":
+        # In a list that is made in one line, an entry may be missing for another reason.
+        for code, phrase in [*_LOOPS.items()][0 if isinstance(node, ast.For) else -1 :]:
+            yield phrase, 0, turns, _Replacement({"a": turns}).visit(_parsed(code))
+    if isinstance(node, ast.For):
+        for by, word in ((1, "large"), (-1, "small")):
+            shifted = copy.deepcopy(node)
+            for part in ast.walk(shifted):
+                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
+                    part.left = ast.BinOp(part.left, ast.Add(), ast.Constant(by))
+            yield f"with indices that are one too {word}", 0, node, shifted
+    body = getattr(node, "body", None)
+    lines: list[ast.stmt] = body if isinstance(body, list) else []
+    for index, line in enumerate(lines):
+        name = _deed(line)
+        if not isinstance(line, (ast.FunctionDef, ast.Return, ast.AugAssign)):
+            yield f"without {name or 'one of its lines'}", int(not name), line, ast.Pass()
+        if index > 0:
+            before = _deed(lines[index - 1])
+            swapped = copy.copy(node)
+            swapped.body = [*lines[: index - 1], line, lines[index - 1], *lines[index + 1 :]]
+            phrase = "with two of its lines in the other order"
+            if name and before:
+                phrase = f"with {name} before {before}"
+            yield phrase, int(not name or not before), node, swapped
+
+
+def _deed(line: ast.stmt) -> str:
+    """What a line does, in words; "" if that cannot be said."""
+    if isinstance(line, ast.AugAssign):
+        return "an update"
+    return _name_of(line.value) if isinstance(line, ast.Expr) else ""
