@@ -40,7 +40,7 @@ def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
     ]
     assert sizes == [[4, 6, 1], [20], [2]]
     one = torch.ones(2)
-    mixed = [submitted(one), submitted(one), submitted(one, option="max"), submitted(one.char())]
+    mixed = [submitted(one), submitted(one), submitted(one.char()), submitted(one, option="max")]
     mixed += [submitted(one, "allgather", ""), submitted(one, "allgather", "")]
     assert [len(group) for group in fuse(mixed, most_bytes=1000)] == [2, 1, 1, 1, 1]
 
