@@ -23,7 +23,7 @@ _RULES = (
     ("a / b", "a * b", "that multiplies where it should divide"),
     ("a / b", "a / comm.world_size", "that divides by the number of ranks"),
     ("a // b", "a", "that does not divide by {b}"),
-    ("a % b", "a", "in which an index does not wrap around"),
+    ("a % b", "a", "that does not take a remainder (%)"),
     ("a % b", "(a + 1) % b", "with an index that is one too large"),
     ("a % b", "(a - 1) % b", "with an index that is one too small"),
     ("a ** 2", "a", "that does not square {a}"),
