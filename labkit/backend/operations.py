@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from labkit import collectives
-from labkit.backend import chosen
+from labkit.backend.chosen import all_reduce as chosen_all_reduce
 from labkit.backend.reductions import reduction_of, scaled
 from labkit.collectives.common import check_fits, check_one_per_rank
 from labkit.engine.comm.comm import Comm
@@ -40,7 +40,7 @@ def all_reduce(comm: Comm, tensors, opts=None) -> Call:
 
     def run() -> None:
         for tensor, op in zip(tensors, ops):
-            total = chosen.all_reduce(comm, scaled(tensor, opts), op)
+            total = chosen_all_reduce(comm, scaled(tensor, opts), op)
             tensor.copy_(total)
 
     return Call("all_reduce", run, tensors, tensors, opts)

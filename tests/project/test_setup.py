@@ -270,6 +270,8 @@ def test_what_ranks_import_brings_nothing_heavy():
 
 
 MOST_LINES, MOST_METHODS = 60, 20
+# PyTorch's interface of a group, and what a training run asks of a technique.
+WIDE_INTERFACES = ("labkit.backend.group.LabkitGroup", "labkit.strategies.base.Strategy")
 
 
 def test_no_function_and_no_class_is_too_long():
@@ -280,5 +282,5 @@ def test_no_function_and_no_class_is_too_long():
                 assert lines <= MOST_LINES, f"{name}: {node.name} has {lines} lines"
             elif isinstance(node, ast.ClassDef):
                 methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-                excused = "their number" in (ast.get_docstring(node) or "")
+                excused = f"{name}.{node.name}" in WIDE_INTERFACES
                 assert len(methods) <= MOST_METHODS or excused, f"{name}: {node.name}"
