@@ -108,7 +108,7 @@ class Mesh(Pipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.micro_batches = self.micro_batches or (4 if self.pp > 1 else 1)
-        if self.tp > 1 and self.hops_beside:
+        if self.tp > 1 and self.pipelining.hops_beside:
             raise ValueError(
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"

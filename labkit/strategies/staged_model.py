@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast, naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.schedules.pipeline import Action, Hop, messages_of
+from labkit.schedules.pipeline import NAIVE, Action, Hop, messages_of
 from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.hops import Hops
@@ -55,8 +55,8 @@ class StagedModel(Strategy):
         tensors, parameters: this rank's, by the names that the model gives them.
         loss_sum: the sum of the losses so far in this step, on the last stage.
         meter: counts the bytes kept for backwards, in the first step.
-        stages_per_rank, cuts_backward: V; whether a backward is two actions.
-        hops_beside: whether messages move beside the actions, in the order of the instructions.
+        stages_per_rank: V.
+        pipelining: the schedule, and whether messages move beside the actions.
     """
 
     split_points: Sequence[int] = ()
@@ -65,8 +65,7 @@ class StagedModel(Strategy):
     saved_state_class = StagedState
     traits = Traits(takes_whole_batch=True, division=Division.LAYERS)
     stages_per_rank = 1
-    cuts_backward = False
-    hops_beside = False
+    pipelining = NAIVE
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
@@ -113,7 +112,7 @@ class StagedModel(Strategy):
                 is_last=index == partition.num_stages - 1,
                 has_backward=index >= partition.first_trained,
                 returns_gradient=index > partition.first_trained,
-                cuts_backward=self.cuts_backward,
+                cuts_backward=self.pipelining.cuts_backward,
                 recompute=self.recompute,
             )
             self.stages.append(stage)
@@ -162,7 +161,7 @@ class StagedModel(Strategy):
         self.inputs = inputs.tensor_split(max(1, count))
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
-        self.hops = Hops(self.stage_comm, beside=self.hops_beside)
+        self.hops = Hops(self.stage_comm, beside=self.pipelining.hops_beside)
         self.meter.counters.clear()
         for stage in self.stages:
             stage.start_step(targets.tensor_split(max(1, count)))
@@ -171,12 +170,12 @@ class StagedModel(Strategy):
         return count
 
     def run_step(
-        self, inputs: Tensor, targets: Tensor, batch_size: int, schedule: str, micro_batches: int
+        self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int
     ) -> Tensor:
         """Execute this rank's ``instructions`` of a step, and update; returns ``loss_sum``."""
         count = self.start_step(inputs, targets, batch_size, micro_batches)
         program = instructions(
-            schedule,
+            self.pipelining,
             self.stage_rank,
             num_ranks=self.num_ranks,
             num_micro_batches=count,
@@ -221,7 +220,7 @@ class StagedModel(Strategy):
         if needed:
             received = self.hops.take(needed)
         if action.kind != "forward":
-            result = stage.backward(micro_batch, received)
+            result = stage.backward(micro_batch, received, action.kind)
         elif received is None:
             result = stage.forward(micro_batch, self.inputs[micro_batch])
         else:

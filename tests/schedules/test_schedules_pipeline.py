@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,11 @@ from labkit.schedules.pipeline import (
     PIPELINES,
     Hop,
     Pipelining,
+    gpipe,
     in_flight,
     interleaved,
     pipeline_streams,
+    stages_on_each,
     with_hops,
 )
 from labkit.schedules.timetable import instructions
@@ -101,7 +104,7 @@ def test_hops_beside_the_work_end_though_each_waits_for_the_one_before(name, num
         chunks = chunks if name == "interleaved" else 1
         for first_trained in {0, 1, num_ranks * chunks - 1}:
             sizes = num_ranks, count, first_trained, chunks
-            todo = [[*instructions(name, rank, *sizes)] for rank in range(num_ranks)]
+            todo = [[*instructions(PIPELINES[name], rank, *sizes)] for rank in range(num_ranks)]
             hops = [[step for step in row if isinstance(step, Hop)] for row in todo]
             coming = [{received(hop) for hop in row if hop.recv} for row in hops]
             queued = [[] for _ in todo]
@@ -137,3 +140,34 @@ def test_the_table_says_what_the_actions_are():
         assert pipelining.interleaves == any(action.chunk for action in actions)
     with pytest.raises(ValueError, match="needs hops_beside"):
         Pipelining(interleaved, interleaves=True)
+
+
+def streams_with(name, times, index, **changes):
+    """The streams of a row in which each rank runs action ``index`` so many times."""
+    row = PIPELINES[name]
+
+    def actions(*sizes):
+        stream = list(row.actions(*sizes))
+        return stream[:index] + times * [stream[index]] + stream[index + 1 :]
+
+    return replace(row, actions=actions, **changes).streams(2, 3, 0, stages_on_each(name))
+
+
+def test_a_schedule_that_is_no_training_step_is_refused():
+    for name, index in itertools.product(PIPELINES, range(6)):
+        assert streams_with(name, 1, index)
+        for times in (0, 2):
+            with pytest.raises(ValueError, match="rank 0 of this schedule has"):
+                streams_with(name, times, index)
+    with pytest.raises(ValueError, match="needs cuts_backward=True"):
+        streams_with("zero_bubble", 1, 0, cuts_backward=False)
+
+
+def test_messages_between_actions_need_one_order_of_micro_batches():
+    def backwards_on_rank_1(rank, num_ranks, count):
+        for action in gpipe(rank, num_ranks, count):
+            yield action._replace(micro_batch=abs(rank * (count - 1) - action.micro_batch))
+
+    with pytest.raises(ValueError, match="hops_beside=True"):
+        Pipelining(backwards_on_rank_1).streams(2, 3)
+    assert Pipelining(backwards_on_rank_1, hops_beside=True).streams(2, 3)

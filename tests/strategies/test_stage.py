@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from labkit import run, strategies
 from labkit.costs.traffic import Cost, model_parallel_cost
-from labkit.schedules.pipeline import PIPELINES, Hop, Message
+from labkit.schedules.pipeline import PIPELINES, Action, Hop, Message, Pipelining, gpipe
 from labkit.strategies.hops import run_hop
 from labkit.strategies.layer_graphs import LayerGraphs
 from labkit.training.resolve import find_technique
@@ -79,6 +79,26 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch():
         for (name, builtin), state in states.items():
             due = alone[1 if name == "model_parallel" else 3]
             assert largest_difference(state, due) < 1e-10, (name, builtin)
+
+
+def some_cut(rank, num_ranks, count):
+    """GPipe's order, in which every second backward is cut in two."""
+    for kind, micro_batch, _ in gpipe(rank, num_ranks, count):
+        if kind == "backward" and micro_batch % 2:
+            yield Action("backward_input", micro_batch)
+            kind = "backward_weight"
+        yield Action(kind, micro_batch)
+
+
+def test_a_schedule_of_ones_own_reaches_the_ranks_and_may_cut_some_backwards(monkeypatch):
+    techniques = {"gpipe": made("gpipe", (1, 4))}
+    monkeypatch.setitem(PIPELINES, "own", Pipelining(some_cut, cuts_backward=True))
+    for recompute in (False, True):
+        own = strategies.get("pipeline")((1, 4), 3, "own", recompute=recompute)
+        techniques[recompute] = own
+    for states in run(train_batch_norm, techniques, world_size=3).values:
+        assert largest_difference(states["gpipe"], states[False]) < 1e-10
+        assert largest_difference(states["gpipe"], states[True]) < 1e-10
 
 
 class Masked(nn.Module):
