@@ -52,7 +52,7 @@ class StagedModel(Strategy):
         stage_rank: s, this rank's number in ``stage_comm``.
         partition: which rank has which layers, and what crosses the cuts.
         stages, module: by chunk this rank's stages; the layers of all of them.
-        tensors, parameters: this rank's, by the names that the model gives them.
+        parameters: this rank's, by the names that the model gives them.
         loss_sum: the sum of the losses so far in this step, on the last stage.
         meter: counts the bytes kept for backwards, in the first step.
         stages_per_rank: V.
@@ -120,13 +120,15 @@ class StagedModel(Strategy):
     def _name_tensors(self, model: nn.Module) -> None:
         """Name this rank's parameters and buffers as the model does."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.tensors: State = {}
+        own_keys = {t: key for key, t in self.module.state_dict(keep_vars=True).items()}
+        # By key of the model, that of this rank's ``module``.
+        self._own_keys: dict[str, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         state = model.state_dict(keep_vars=True)
         for key, rank in self.partition.rank_of.items():
             if rank == self.stage_rank:
                 tensor = state[key]
-                self.tensors[key] = tensor
+                self._own_keys[key] = own_keys[tensor]
                 if isinstance(tensor, nn.Parameter):
                     self.parameters[names[tensor]] = tensor
         # (With a copy of a tied parameter that another rank counts.)
@@ -134,6 +136,12 @@ class StagedModel(Strategy):
         for name, ranks in self.partition.tied.items():
             if self.stage_rank in ranks[1:]:
                 self.counted_elsewhere.add(self.parameters[name])
+
+    @property
+    def tensors(self) -> State:
+        """This rank's parameters and buffers by the model's names; a forward may replace one."""
+        state = self.module.state_dict(keep_vars=True)
+        return {key: state[own_key] for key, own_key in self._own_keys.items()}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
         """Return the ranks that divide the stages; a mesh takes some, and may cut the layers."""
@@ -275,10 +283,11 @@ class StagedModel(Strategy):
         """All stages' parameters and buffers, on every rank: each rank broadcasts its own."""
         state = State()
         rank_of = self.partition.rank_of
+        tensors = self.tensors
         for key, meta_tensor in self.partition.meta_model.state_dict().items():
             value = torch.empty_like(meta_tensor, device=self.comm.device)
             if rank_of[key] == self.stage_rank:
-                value.copy_(self.unshard(self.tensors[key]))
+                value.copy_(self.unshard(tensors[key]))
             state[key] = broadcast(self.stage_comm, value, root=rank_of[key]).cpu()
         return state
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from odd_models import seeded
 from one_device import (
     BLOCKS,
     LENGTH,
     WIDTH,
     beside_one_device,
     ours_or_theirs,
+    sgd,
     some_texts,
     transformer,
 )
@@ -15,11 +17,12 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from labkit import train_with
+from labkit import run, train_with
 from labkit.costs.traffic import expert_parallel_cost
+from labkit.strategies.expert_parallel import ExpertParallel
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.workload.experts import Experts, route
-from labkit.workload.losses import ShareLoss
+from labkit.workload.losses import CountedLoss, ShareLoss
 
 travel_by_value(__name__)
 
@@ -94,6 +97,40 @@ def test_a_step_sends_the_bytes_of_the_formula(world_size):
     for rank, trained in enumerate(by_rank):
         due = expert_parallel_cost(rows, BLOCKS, EXPERTS, WIDTH, replicated, 8, rank)
         assert trained.sent == [(due.messages, due.num_bytes)], rank
+
+
+class Counted(nn.LayerNorm):
+    """A layer with a buffer that forwards change in place, as those of BatchNorm."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
+class Moved(ExpertParallel):
+    """On a device to which a model moves as to a GPU: with new buffers."""
+
+    def move_to_device(self, comm, model):
+        super().move_to_device(comm, model.float())
+
+
+def buffers_after_a_step(comm):
+    strategy = Moved()
+    strategy.loss = CountedLoss(ShareLoss.of(cross_entropy))
+    model = seeded(small)
+    model[3] = Counted().double()
+    strategy.setup(comm, model, sgd)
+    strategy.step(*some_texts((4,))[0], 4)
+    saved = strategy.saved_state_class(strategy).collect()
+    return strategy.full_state()["3.count"], saved["model/3.count"]
+
+
+def test_a_state_has_the_buffers_that_the_model_uses_after_it_has_moved():
+    assert run(buffers_after_a_step, world_size=1).values == [(1, 1)]
 
 
 def test_a_capacity_drops_the_later_tokens_and_only_those():
