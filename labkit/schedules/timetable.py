@@ -21,9 +21,9 @@ from labkit.schedules.pipeline import (
 
 
 class Slot(NamedTuple):
-    """One action of one rank, ``stage``, with its start and end; ``chunk`` as in ``Action``."""
+    """One action of one rank, with its start and end; ``chunk`` as in ``Action``."""
 
-    stage: int
+    rank: int
     kind: str
     micro_batch: int
     start_s: float
@@ -80,7 +80,7 @@ def predicted_slots(
                 ends_s[kind.removesuffix("_input"), stage, micro_batch] = end_s
                 slots[rank].append(Slot(rank, kind, micro_batch, start_s, end_s, chunk))
         if len(ends_s) == num_done:
-            stuck = [f"stage {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
+            stuck = [f"rank {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
             raise ValueError(f"these streams can never finish: {', '.join(stuck)}")
     return list(itertools.chain.from_iterable(slots))
 
