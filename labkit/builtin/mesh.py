@@ -71,7 +71,7 @@ class TorchMesh(TorchTensorParallel):
             local = self.local.items()
             self.counted_elsewhere = {shard for p, shard in local if p not in self.cut_over_tp}
 
-    def cut(self, model: nn.Module) -> State:
+    def cut(self, model: nn.Module) -> None:
         if self.tp > 1:
             self.parallelize(model, self.mesh["tp"])
         names = []
@@ -83,7 +83,6 @@ class TorchMesh(TorchTensorParallel):
         state = model.state_dict(keep_vars=True)
         self.cut_over_tp = {state[name] for name in names}
         self.local = {p: nn.Parameter(p.to_local(), p.requires_grad) for p in state.values()}
-        return {name: self.local[p] for name, p in state.items()}
 
     def _forward_backward(self, inputs: Tensor, targets: Tensor, weight: float) -> Tensor:
         if len(targets) or self.tp == 1:

@@ -55,7 +55,7 @@ class TorchTensorParallel(TensorParallel):
                     f"{world_size} ranks: use a world_size that divides it, or leave builtin out"
                 )
 
-    def cut(self, model: nn.Module) -> State:
+    def cut(self, model: nn.Module) -> None:
         check_dtensor(self.group.comm)
         comm = self.group.comm
         self.local: dict[Tensor, nn.Parameter] = {}
@@ -72,8 +72,10 @@ class TorchTensorParallel(TensorParallel):
                     rows = torch.arange(p.shape[placement.dim]).chunk(comm.world_size)
                     sizes = [len(shard_rows) // blocks for shard_rows in rows]
                     self.group.cuts[shard] = Cut(placement.dim, sizes, blocks)
-        state = model.state_dict(keep_vars=True)
-        return {name: self.local.get(p, p) for name, p in state.items()}
+
+    @property
+    def shards(self) -> State:
+        return {name: self.local.get(p, p) for name, p in super().shards.items()}
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Cut the layers over the ranks of ``mesh``, in place; what is cut moves to its device."""

@@ -14,7 +14,7 @@ def bubble(slots: Sequence[Slot]) -> float:
     """The share of all stages' time in which they are idle, 0 to 1."""
     if not slots:
         return 0.0
-    stages = len({slot.stage for slot in slots})
+    stages = len({slot.rank for slot in slots})
     makespan_s = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
     busy_s = sum(slot.end_s - slot.start_s for slot in slots)
     return 1 - busy_s / (stages * makespan_s) if makespan_s else 0.0

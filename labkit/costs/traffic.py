@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from labkit.schedules.halving_doubling import recursive_halving
-from labkit.schedules.pipeline import Hop
+from labkit.schedules.pipeline import NAIVE, PIPELINES, Hop, stages_on_each
 from labkit.schedules.ring import (
     Hosts,
     RingStep,
@@ -270,7 +270,11 @@ def model_parallel_cost(
         stages_per_rank: V, with schedule ``interleaved``.
     """
     count = min(micro_batches, batch_size)
-    steps = instructions(schedule, rank, num_ranks, count, first_trained, stages_per_rank)
+    pipelining = NAIVE
+    if schedule != "one_by_one":
+        stages_per_rank = stages_on_each(schedule, stages_per_rank)
+        pipelining = PIPELINES[schedule]
+    steps = instructions(pipelining, rank, num_ranks, count, first_trained, stages_per_rank)
     hops = [step for step in steps if isinstance(step, Hop)]
     sent = [hop.send for hop in hops if hop.send]
     # Each micro-batch is sent once over each cut, so each cut carries the whole batch.

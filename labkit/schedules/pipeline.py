@@ -5,7 +5,7 @@ V = 1, which all schedules but ``interleaved`` have, the stages are the ranks.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -137,8 +137,9 @@ def interleaved(
 
     Groups of P micro-batches (or a few more, if P does not divide M) take turns: first in a rank's
     first stage, then in its second. Before its first backward, rank r runs the first group's
-    forwards in all stages but its last, and 2 (P - 1 - r) more. The bubble is that of 1F1B divided
-    by V, because the pipeline fills and drains in short stages; V times as many messages are sent.
+    forwards in all stages but its last, and 2 (P - 1 - r) + 1 more. The bubble is that of 1F1B
+    divided by V, because the pipeline fills and drains in short stages; V times as many messages
+    are sent.
 
     Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
     Megatron-LM" (2021), section 2.2 and figure 4.
@@ -165,8 +166,9 @@ class Pipelining:
     Attributes:
         actions: (rank, P, M) -> the rank's actions; if it interleaves, (rank, P, M, V).
         interleaves: whether a rank has several stages.
-        cuts_backward: whether a backward is two actions: gradients of inputs, and of weights.
+        cuts_backward: whether backwards may be two actions: gradients of inputs, and of weights.
         hops_beside: whether messages move beside a rank's work, not between its actions.
+        exchanges: whether a message to a neighbour and one from it may be one ``Hop``.
 
     Raises:
         ValueError: it interleaves, and its messages are not beside the work.
@@ -176,6 +178,7 @@ class Pipelining:
     interleaves: bool = False
     cuts_backward: bool = False
     hops_beside: bool = False
+    exchanges: bool = True
 
     def __post_init__(self) -> None:
         if self.interleaves and not self.hops_beside:
@@ -184,9 +187,70 @@ class Pipelining:
                 "several stages on a rank would not find each other"
             )
 
+    def streams(
+        self,
+        num_ranks: int,
+        num_micro_batches: int,
+        first_trained: int = 0,
+        stages_per_rank: int = 1,
+    ) -> list[list[Action]]:
+        """The actions of each rank, checked; see ``pipeline_streams``."""
+        counts = [num_ranks, num_micro_batches]
+        if self.interleaves:
+            counts.append(stages_per_rank)
+        streams = [list(self.actions(rank, *counts)) for rank in range(num_ranks)]
+        self.check(streams, num_micro_batches, stages_per_rank)
+        trained_streams: list[list[Action]] = [[] for _ in streams]
+        for rank, stream in enumerate(streams):
+            for action in stream:
+                if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained:
+                    trained_streams[rank].append(action)
+        return trained_streams
+
+    def check(
+        self, streams: Sequence[Sequence[Action]], num_micro_batches: int, chunks: int
+    ) -> None:
+        """Raise ValueError unless the actions of all ranks are those of one training step.
+
+        Each stage runs each micro-batch forward and backward, once. If messages move between the
+        actions, they are taken in the order in which they come: it is the same on all ranks.
+        """
+        allowed = [["forward", "backward"]]
+        if self.cuts_backward:
+            allowed.append(["forward", "backward_input", "backward_weight"])
+        due = set(itertools.product(range(num_micro_batches), range(chunks)))
+        orders = []
+        for rank, stream in enumerate(streams):
+            kinds: dict[tuple[int, int], list[str]] = {}
+            for action in stream:
+                kinds.setdefault((action.micro_batch, action.chunk), []).append(action.kind)
+            for part in sorted(due.union(kinds)):
+                found = kinds.get(part, [])
+                if part not in due or found not in allowed:
+                    micro_batch, chunk = part
+                    sequences = " or ".join(", ".join(sequence) for sequence in allowed)
+                    raise ValueError(
+                        f"rank {rank} of this schedule has {', '.join(found) or 'no action'} for "
+                        f"micro-batch {micro_batch} in chunk {chunk}. Micro-batches 0 to "
+                        f"{num_micro_batches - 1} in chunks 0 to {chunks - 1} each need "
+                        f"{sequences}, once and in this order: mend the actions. (A backward in "
+                        "two parts needs cuts_backward=True.)"
+                    )
+            forwards = [action.micro_batch for action in stream if action.kind == "forward"]
+            backwards = [a.micro_batch for a in stream if a.kind in ("backward", "backward_input")]
+            orders.append((forwards, backwards))
+            if orders[rank] != orders[0] and not self.hops_beside:
+                raise ValueError(
+                    f"rank {rank} of this schedule runs micro-batches forward in the order "
+                    f"{forwards} and backward in the order {backwards}, rank 0 in the orders "
+                    f"{orders[0][0]} and {orders[0][1]}: make them equal, or set hops_beside=True"
+                )
+
 
 # A new schedule is entered here: runs, ``--schedule`` and the explorers read this table. (They
 # leave out what they cannot draw: several stages per rank; the split explorer also cut backwards.)
+# Each process has its own table. But a technique takes its row along to the ranks, so a notebook
+# may enter a row, and then make the technique.
 PIPELINES = {
     "gpipe": Pipelining(gpipe),
     "1f1b": Pipelining(one_f_one_b),
@@ -194,10 +258,20 @@ PIPELINES = {
     "interleaved": Pipelining(interleaved, interleaves=True, hops_beside=True),
 }
 
+# The placement without a pipeline, of ``ModelParallel``.
+NAIVE = Pipelining(one_by_one, exchanges=False)
+
 
 def stages_on_each(schedule: str, stages_per_rank: int | None = None) -> int:
     """Return V, the stages per rank: as given, or else 2 for ``interleaved`` and 1 for others."""
-    check_choice("schedule", schedule, PIPELINES)
+    try:
+        check_choice("schedule", schedule, PIPELINES)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. (One of your own is a row of labkit.schedules.pipeline.PIPELINES, and each "
+            "process has its own table: enter it and make the technique in one process, then pass "
+            "the technique to the run.)"
+        ) from None
     is_interleaved = PIPELINES[schedule].interleaves
     if stages_per_rank is None:
         return 2 if is_interleaved else 1
@@ -223,16 +297,7 @@ def pipeline_streams(
     ``stages_per_rank`` is V, see ``stages_on_each``.
     """
     chunks = stages_on_each(schedule, stages_per_rank)
-    pipelining = PIPELINES[schedule]
-    counts = [num_ranks, num_micro_batches]
-    if pipelining.interleaves:
-        counts.append(chunks)
-    streams: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for rank, stream in enumerate(streams):
-        for action in pipelining.actions(rank, *counts):
-            if action.kind == "forward" or action.chunk * num_ranks + rank >= first_trained:
-                stream.append(action)
-    return streams
+    return PIPELINES[schedule].streams(num_ranks, num_micro_batches, first_trained, chunks)
 
 
 def in_flight(actions: Iterable[Action]) -> int:
@@ -264,7 +329,7 @@ def with_hops(
     """
     send = None
     for action in actions:
-        if action.kind == "backward" and stage < first_trained:
+        if action.kind != "forward" and stage < first_trained:
             continue
         recv, made = messages_of(action, stage, num_stages, num_stages, first_trained)
         if send and recv and not (exchange and send.peer == recv.peer):

@@ -12,20 +12,18 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from labkit.schedules.pipeline import (
-    PIPELINES,
     Action,
     Hop,
+    Pipelining,
     messages_of,
-    one_by_one,
-    pipeline_streams,
     with_hops,
 )
 
 
 class Slot(NamedTuple):
-    """One action of one rank, ``stage``, with its start and end; ``chunk`` as in ``Action``."""
+    """One action of one rank, with its start and end; ``chunk`` as in ``Action``."""
 
-    stage: int
+    rank: int
     kind: str
     micro_batch: int
     start_s: float
@@ -82,7 +80,7 @@ def predicted_slots(
                 ends_s[kind.removesuffix("_input"), stage, micro_batch] = end_s
                 slots[rank].append(Slot(rank, kind, micro_batch, start_s, end_s, chunk))
         if len(ends_s) == num_done:
-            stuck = [f"stage {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
+            stuck = [f"rank {rank} at {rest[0]}" for rank, rest in enumerate(todo) if rest]
             raise ValueError(f"these streams can never finish: {', '.join(stuck)}")
     return list(itertools.chain.from_iterable(slots))
 
@@ -138,20 +136,16 @@ def with_hops_beside(
 
 @functools.cache
 def instructions(
-    schedule: str,
+    pipelining: Pipelining,
     rank: int,
     num_ranks: int,
     num_micro_batches: int,
     first_trained: int = 0,
     stages_per_rank: int = 1,
-) -> list[Action | Hop]:
-    """A rank's actions and messages, of the naive placement (``one_by_one``) or of a pipeline."""
-    if schedule == "one_by_one":
-        actions = one_by_one(rank, num_ranks, num_micro_batches)
-        return list(with_hops(actions, rank, num_ranks, first_trained, exchange=False))
-    streams = pipeline_streams(
-        schedule, num_ranks, num_micro_batches, first_trained, stages_per_rank
-    )
-    if PIPELINES[schedule].hops_beside:
-        return with_hops_beside(streams, first_trained)[rank]
-    return list(with_hops(streams[rank], rank, num_ranks, first_trained))
+) -> tuple[Action | Hop, ...]:
+    """A rank's actions and messages; ``pipelining`` is ``NAIVE`` or a row of ``PIPELINES``."""
+    streams = pipelining.streams(num_ranks, num_micro_batches, first_trained, stages_per_rank)
+    if pipelining.hops_beside:
+        return tuple(with_hops_beside(streams, first_trained)[rank])
+    exchange = pipelining.exchanges
+    return tuple(with_hops(streams[rank], rank, num_ranks, first_trained, exchange=exchange))

@@ -108,7 +108,7 @@ class Mesh(Pipeline):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.micro_batches = self.micro_batches or (4 if self.pp > 1 else 1)
-        if self.tp > 1 and self.hops_beside:
+        if self.tp > 1 and self.pipelining.hops_beside:
             raise ValueError(
                 f"schedule {self.schedule} sends beside the work, and tp {self.tp} in it, on one "
                 "connection: use gpipe or 1f1b, or tp 1"
@@ -153,7 +153,7 @@ class Mesh(Pipeline):
         if self.dp > 1:
             self.buckets = make_buckets(self.data, self.trained, self.bucket_mb)
 
-    def share(self) -> tuple[int, int]:
+    def share_index(self) -> tuple[int, int]:
         return self.data.rank, self.dp
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -117,8 +117,7 @@ class ModelParallel(StagedModel):
     accumulate: int = 1
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        micro_batches = self.accumulate
-        return self.run_step(inputs, targets, batch_size, "one_by_one", micro_batches)
+        return self.run_step(inputs, targets, batch_size, self.accumulate)
 
 
 @dataclass(eq=False)
@@ -144,8 +143,7 @@ class Pipeline(StagedModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.stages_per_rank = stages_on_each(self.schedule, self.stages_per_rank)
-        self.cuts_backward = PIPELINES[self.schedule].cuts_backward
-        self.hops_beside = PIPELINES[self.schedule].hops_beside
+        self.pipelining = PIPELINES[self.schedule]
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        return self.run_step(inputs, targets, batch_size, self.schedule, self.micro_batches)
+        return self.run_step(inputs, targets, batch_size, self.micro_batches)

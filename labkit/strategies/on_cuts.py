@@ -40,7 +40,6 @@ class OnCuts(OnShares):
 
     Attributes:
         group: knows how the parameters are divided.
-        shards: by name this rank's shards of parameters; a tied one has two names.
     """
 
     saved_state_class = CutState
@@ -52,7 +51,7 @@ class OnCuts(OnShares):
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group = self.make_group(comm)
-        self.shards = self.cut(model)
+        self.cut(model)
         self.move_to_device(comm, model)
         held = [shard for shard in self.shards.values() if isinstance(shard, nn.Parameter)]
         parameters = list(dict.fromkeys(held))
@@ -62,10 +61,17 @@ class OnCuts(OnShares):
         if comm.rank > 0:
             self.counted_elsewhere = {p for p in parameters if p not in self.group.cuts}
 
-    def cut(self, model: nn.Module) -> State:
-        """Cut the model in place; returns ``shards``."""
+    def cut(self, model: nn.Module) -> None:
+        """Cut the model in place."""
         self.group.cut(model)
-        return model.state_dict(keep_vars=True)
+
+    @property
+    def shards(self) -> State:
+        """By name this rank's shards of parameters, and buffers; a tied one has two names.
+
+        They are looked up: a move to a GPU, or a forward, may put a new buffer in place of one.
+        """
+        return self.model.state_dict(keep_vars=True)
 
     def full_state(self) -> State:
         state = State()

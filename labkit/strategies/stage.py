@@ -66,7 +66,7 @@ class Stage:
         loss_fn: (outputs, targets) -> the loss that backward begins with, on the last stage.
         has_backward: whether this stage or one before it is trained.
         returns_gradient: whether a stage before it is trained, and waits for a gradient.
-        cuts_backward: whether ``backward`` leaves the gradients of weights to another action.
+        cuts_backward: whether backwards may be cut in two, which takes a graph for each layer.
 
     Attributes:
         entering, leaving: the layers' inputs and outputs, of the last stage the loss.
@@ -160,13 +160,14 @@ class Stage:
             graphs.add(lambda outputs: self.loss_fn(outputs, self.targets[micro_batch]))
         return graphs.leaving
 
-    def backward(self, micro_batch: int, gradient: Tensor | None) -> Tensor | None:
+    def backward(
+        self, micro_batch: int, gradient: Tensor | None, kind: str = "backward"
+    ) -> Tensor | None:
         """Compute the gradient of the stage's input from the ``gradient`` of its output.
 
-        On the last stage that is None. If a backward is cut in two, the gradients of the weights
-        are left to ``backward_weight``.
+        On the last stage the latter is None. Kind ``backward`` also computes the gradients of the
+        weights, ``backward_input`` leaves them to ``backward_weight``.
         """
-        kind = "backward_input" if self.cuts_backward else "backward"
         with self.comm.span(kind):
             if self.recompute:
                 with self.states.pop(micro_batch).restored():
@@ -177,6 +178,8 @@ class Stage:
             if self.cuts_backward:
                 input_gradient = self.graphs[micro_batch].backward_input(gradient)
                 self.meter.note_peak()
+                if kind == "backward":
+                    self._finish_weights(micro_batch)
                 return input_gradient
             torch.autograd.backward(leaving, gradient)
             self.meter.remove((self.index, micro_batch))
@@ -185,5 +188,8 @@ class Stage:
     def backward_weight(self, micro_batch: int) -> None:
         """Compute the gradients of the weights, the second half of ``backward``."""
         with self.comm.span("backward_weight"):
-            self.graphs.pop(micro_batch).backward_weight()
-            self.meter.remove((self.index, micro_batch))
+            self._finish_weights(micro_batch)
+
+    def _finish_weights(self, micro_batch: int) -> None:
+        self.graphs.pop(micro_batch).backward_weight()
+        self.meter.remove((self.index, micro_batch))

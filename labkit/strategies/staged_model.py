@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast, naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.schedules.pipeline import Action, Hop, messages_of
+from labkit.schedules.pipeline import NAIVE, Action, Hop, messages_of
 from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, Strategy
 from labkit.strategies.hops import Hops
@@ -52,11 +52,11 @@ class StagedModel(Strategy):
         stage_rank: s, this rank's number in ``stage_comm``.
         partition: which rank has which layers, and what crosses the cuts.
         stages, module: by chunk this rank's stages; the layers of all of them.
-        tensors, parameters: this rank's, by the names that the model gives them.
+        parameters: this rank's, by the names that the model gives them.
         loss_sum: the sum of the losses so far in this step, on the last stage.
         meter: counts the bytes kept for backwards, in the first step.
-        stages_per_rank, cuts_backward: V; whether a backward is two actions.
-        hops_beside: whether messages move beside the actions, in the order of the instructions.
+        stages_per_rank: V.
+        pipelining: the schedule, and whether messages move beside the actions.
     """
 
     split_points: Sequence[int] = ()
@@ -65,8 +65,7 @@ class StagedModel(Strategy):
     saved_state_class = StagedState
     traits = Traits(takes_whole_batch=True, division=Division.LAYERS)
     stages_per_rank = 1
-    cuts_backward = False
-    hops_beside = False
+    pipelining = NAIVE
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.comm = comm
@@ -113,7 +112,7 @@ class StagedModel(Strategy):
                 is_last=index == partition.num_stages - 1,
                 has_backward=index >= partition.first_trained,
                 returns_gradient=index > partition.first_trained,
-                cuts_backward=self.cuts_backward,
+                cuts_backward=self.pipelining.cuts_backward,
                 recompute=self.recompute,
             )
             self.stages.append(stage)
@@ -121,13 +120,15 @@ class StagedModel(Strategy):
     def _name_tensors(self, model: nn.Module) -> None:
         """Name this rank's parameters and buffers as the model does."""
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self.tensors: State = {}
+        own_keys = {t: key for key, t in self.module.state_dict(keep_vars=True).items()}
+        # By key of the model, that of this rank's ``module``.
+        self._own_keys: dict[str, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         state = model.state_dict(keep_vars=True)
         for key, rank in self.partition.rank_of.items():
             if rank == self.stage_rank:
                 tensor = state[key]
-                self.tensors[key] = tensor
+                self._own_keys[key] = own_keys[tensor]
                 if isinstance(tensor, nn.Parameter):
                     self.parameters[names[tensor]] = tensor
         # (With a copy of a tied parameter that another rank counts.)
@@ -135,6 +136,12 @@ class StagedModel(Strategy):
         for name, ranks in self.partition.tied.items():
             if self.stage_rank in ranks[1:]:
                 self.counted_elsewhere.add(self.parameters[name])
+
+    @property
+    def tensors(self) -> State:
+        """This rank's parameters and buffers by the model's names; a forward may replace one."""
+        state = self.module.state_dict(keep_vars=True)
+        return {key: state[own_key] for key, own_key in self._own_keys.items()}
 
     def lay_out(self, comm: Comm, model: nn.Module) -> Comm:
         """Return the ranks that divide the stages; a mesh takes some, and may cut the layers."""
@@ -162,7 +169,7 @@ class StagedModel(Strategy):
         self.inputs = inputs.tensor_split(max(1, count))
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
-        self.hops = Hops(self.stage_comm, beside=self.hops_beside)
+        self.hops = Hops(self.stage_comm, beside=self.pipelining.hops_beside)
         self.meter.counters.clear()
         for stage in self.stages:
             stage.start_step(targets.tensor_split(max(1, count)))
@@ -171,12 +178,12 @@ class StagedModel(Strategy):
         return count
 
     def run_step(
-        self, inputs: Tensor, targets: Tensor, batch_size: int, schedule: str, micro_batches: int
+        self, inputs: Tensor, targets: Tensor, batch_size: int, micro_batches: int
     ) -> Tensor:
         """Execute this rank's ``instructions`` of a step, and update; returns ``loss_sum``."""
         count = self.start_step(inputs, targets, batch_size, micro_batches)
         program = instructions(
-            schedule,
+            self.pipelining,
             self.stage_rank,
             num_ranks=self.num_ranks,
             num_micro_batches=count,
@@ -221,7 +228,7 @@ class StagedModel(Strategy):
         if needed:
             received = self.hops.take(needed)
         if action.kind != "forward":
-            result = stage.backward(micro_batch, received)
+            result = stage.backward(micro_batch, received, action.kind)
         elif received is None:
             result = stage.forward(micro_batch, self.inputs[micro_batch])
         else:
@@ -276,10 +283,11 @@ class StagedModel(Strategy):
         """All stages' parameters and buffers, on every rank: each rank broadcasts its own."""
         state = State()
         rank_of = self.partition.rank_of
+        tensors = self.tensors
         for key, meta_tensor in self.partition.meta_model.state_dict().items():
             value = torch.empty_like(meta_tensor, device=self.comm.device)
             if rank_of[key] == self.stage_rank:
-                value.copy_(self.unshard(self.tensors[key]))
+                value.copy_(self.unshard(tensors[key]))
             state[key] = broadcast(self.stage_comm, value, root=rank_of[key]).cpu()
         return state
 

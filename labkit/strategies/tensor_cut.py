@@ -4,8 +4,8 @@ Of a linear layer y = A x + b, A [O, I], a rank has either
 
     some outputs: rows of A, the columns of the paper's y = x A. It needs all of x, and gets its
                   part of y without a message; or
-    some inputs:  columns of A, the paper's rows. Of its part of x it makes one term of y, and the
-                  sum of all ranks' terms is y.
+    some inputs:  columns of A, the paper's rows. It makes one term of y from its part of x, and
+                  the sum of all ranks' terms is y.
 
 The first kind goes before the second: between them each rank works on its own features, such as
 the heads of an attention, and one sum at the end puts them together. Backward is the mirror image:
@@ -113,7 +113,7 @@ class TensorGroup:
 
     Attributes:
         cuts: by parameter that was cut, how it is divided; all ranks have all of any other.
-        length: T of the inputs; ``cut`` makes the embeddings set it.
+        length: T of the inputs; the embeddings, once cut, set it in each forward.
         classes: by rank, of how many classes the cut head computes the logits.
     """
 
@@ -179,12 +179,16 @@ class TensorGroup:
     def cut_layer(self, layer: nn.Module, cut_class: type[nn.Module], **cuts: Cut) -> None:
         """Leave this rank's shard of the parameters in ``cuts``, and the forward of ``cut_class``.
 
-        The layer stays the same object, so that its place in the model and its hooks stay.
+        The layer stays the same object, so that its place in the model and its hooks stay. So
+        ``cut_class`` is a subclass of the layer's class, and numbers such as ``out_features`` are
+        still those of the whole layer. Another kind of layer also needs a branch in ``cut``, and
+        one in ``tensor_parallel.check_cut``. A bias that is None stays None.
         """
         layer.__class__ = cut_class
         layer.__dict__["group"] = self  # not as a submodule
         for name, cut in cuts.items():
-            setattr(layer, name, self._make_shard(layer.get_parameter(name), cut))
+            if getattr(layer, name) is not None:
+                setattr(layer, name, self._make_shard(layer.get_parameter(name), cut))
 
     def _make_shard(self, parameter: nn.Parameter, cut: Cut) -> nn.Parameter:
         """Cut out this rank's shard; the same one again if layers share the parameter."""
@@ -256,8 +260,9 @@ class RowLinear(nn.Linear):
     group: TensorGroup
 
     def forward(self, input: Tensor) -> Tensor:
+        outputs = self.group.leave(functional.linear(input, self.weight))
         # The bias once, not in each term.
-        return self.group.leave(functional.linear(input, self.weight)) + self.bias
+        return outputs if self.bias is None else outputs + self.bias
 
 
 class CutEmbeddings(Embeddings):

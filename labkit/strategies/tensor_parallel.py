@@ -24,7 +24,6 @@ from torch.nn import functional
 
 from labkit.engine.comm.comm import Comm
 from labkit.strategies.on_cuts import OnCuts
-from labkit.strategies.saved_state import State
 from labkit.strategies.tensor_cut import CutLoss, TensorGroup, gather_shards
 from labkit.strategies.traits import Division, Traits
 from labkit.workload.experts import Experts
@@ -93,10 +92,9 @@ class TensorParallel(OnCuts):
     def make_group(self, comm: Comm) -> TensorGroup:
         return TensorGroup(comm, self.sequence_parallel)
 
-    def cut(self, model: nn.Module) -> State:
-        state = super().cut(model)
+    def cut(self, model: nn.Module) -> None:
+        super().cut(model)
         self.loss = CutLoss(self.group.comm, sum(self.group.classes), self.loss)
-        return state
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         loss = super().step(inputs, targets, batch_size)

@@ -18,10 +18,10 @@ from labkit.schedules.pipeline import Action, pipeline_streams
 
 def drawn(slots):
     """A row of text per rank, a column per second."""
-    rows = [["."] * int(max(slot.end_s for slot in slots)) for _ in {slot.stage for slot in slots}]
+    rows = [["."] * int(max(slot.end_s for slot in slots)) for _ in {slot.rank for slot in slots}]
     for slot in slots:
         for second in range(int(slot.start_s), int(slot.end_s)):
-            rows[slot.stage][second] = str(Action(slot.kind, slot.micro_batch, slot.chunk))
+            rows[slot.rank][second] = str(Action(slot.kind, slot.micro_batch, slot.chunk))
     width = max(len(cell) for row in rows for cell in row)
     return [" ".join(f"{cell:{width}}" for cell in row).rstrip() for row in rows]
 
@@ -81,7 +81,7 @@ def test_equal_stages_and_free_hops_have_the_bubble_of_the_formula(schedule, num
 def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
     slots = predicted_slots(pipeline_streams("gpipe", 2, 2), [1, 1], [1, 1], hop_s=[0.5])
     assert slots[:2] == [Slot(0, "forward", 0, 0, 1), Slot(0, "forward", 1, 1, 2)]
-    stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.stage == 1]
+    stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.rank == 1]
     assert stage_1 == [(1.5, 2.5), (2.5, 3.5), (3.5, 4.5), (4.5, 5.5)]
     assert max(slot.end_s for slot in slots) == 7  # B1's gradient leaves at 5.5 and takes 0.5
 

@@ -20,7 +20,7 @@ from labkit.costs.traffic import ring_all_reduce_cost
 from labkit.engine.comm.work import work_queue_of
 from labkit.engine.tracing import Span, Trace
 from labkit.engine.tracing.chrome import read_traces
-from labkit.schedules.pipeline import Action, pipeline_streams
+from labkit.schedules.pipeline import PIPELINES, Action, pipeline_streams
 from labkit.schedules.ring import ring_all_reduce
 from labkit.schedules.timetable import instructions, predicted_slots
 
@@ -64,7 +64,7 @@ def trace_of(num_ranks, fill, **about):
 
 def pipeline(schedule, num_ranks, micro_batches, forward_s, backward_s):
     def fill(lane):
-        for step in instructions(schedule, lane.rank, num_ranks, micro_batches):
+        for step in instructions(PIPELINES[schedule], lane.rank, num_ranks, micro_batches):
             if isinstance(step, Action):
                 seconds = forward_s if step.kind == "forward" else backward_s
                 lane.work(step.kind, seconds[lane.rank])

@@ -29,7 +29,7 @@ def words_of(figure):
 def ran(streams):
     """A trace of a step: forwards take 10 ms, backwards 20, hops 1."""
     slots = predicted_slots(streams, [0.01] * len(streams), [0.02] * len(streams), [0.001])
-    spans = [Span(s.stage, s.kind, 5 + s.start_s, 5 + s.end_s) for s in slots]
+    spans = [Span(s.rank, s.kind, 5 + s.start_s, 5 + s.end_s) for s in slots]
     # An update is not a part of the pipeline.
     spans += [Span(1, "wait", 5.0, 5.01, 0, 0), Span(0, "update", 5.3, 5.31)]
     return Trace.merge([spans])

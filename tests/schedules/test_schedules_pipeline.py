@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -9,9 +10,11 @@ from labkit.schedules.pipeline import (
     PIPELINES,
     Hop,
     Pipelining,
+    gpipe,
     in_flight,
     interleaved,
     pipeline_streams,
+    stages_on_each,
     with_hops,
 )
 from labkit.schedules.timetable import instructions
@@ -101,7 +104,7 @@ def test_hops_beside_the_work_end_though_each_waits_for_the_one_before(name, num
         chunks = chunks if name == "interleaved" else 1
         for first_trained in {0, 1, num_ranks * chunks - 1}:
             sizes = num_ranks, count, first_trained, chunks
-            todo = [[*instructions(name, rank, *sizes)] for rank in range(num_ranks)]
+            todo = [[*instructions(PIPELINES[name], rank, *sizes)] for rank in range(num_ranks)]
             hops = [[step for step in row if isinstance(step, Hop)] for row in todo]
             coming = [{received(hop) for hop in row if hop.recv} for row in hops]
             queued = [[] for _ in todo]
@@ -137,3 +140,20 @@ def test_the_table_says_what_the_actions_are():
         assert pipelining.interleaves == any(action.chunk for action in actions)
     with pytest.raises(ValueError, match="needs hops_beside"):
         Pipelining(interleaved, interleaves=True)
+
+
+def turned_on_rank_1(rank, *sizes):
+    for action in gpipe(rank, *sizes):
+        yield action._replace(micro_batch=abs(2 * rank - action.micro_batch))
+
+
+def test_a_schedule_that_is_no_training_step_is_refused():
+    for name, index, times in itertools.product(PIPELINES, range(6), (0, 2)):
+        first, second = pipeline_streams(name, 2, 3)
+        first[index : index + 1] = times * [first[index]]
+        with pytest.raises(ValueError, match="rank 0 of this schedule has"):
+            PIPELINES[name].check([first, second], 3, stages_on_each(name))
+    with pytest.raises(ValueError, match="needs cuts_backward=True"):
+        replace(PIPELINES["zero_bubble"], cuts_backward=False).streams(2, 3)
+    with pytest.raises(ValueError, match="hops_beside=True"):
+        Pipelining(turned_on_rank_1).streams(2, 3)

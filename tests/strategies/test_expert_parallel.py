@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from odd_models import seeded
 from one_device import (
     BLOCKS,
     LENGTH,
     WIDTH,
     beside_one_device,
     ours_or_theirs,
+    sgd,
     some_texts,
     transformer,
 )
@@ -15,8 +17,9 @@ from ranks import travel_by_value
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from labkit import train_with
+from labkit import run, train_with
 from labkit.costs.traffic import expert_parallel_cost
+from labkit.strategies.expert_parallel import ExpertParallel
 from labkit.strategies.tensor_parallel import check_cut
 from labkit.workload.experts import Experts, route
 from labkit.workload.losses import ShareLoss
@@ -94,6 +97,21 @@ def test_a_step_sends_the_bytes_of_the_formula(world_size):
     for rank, trained in enumerate(by_rank):
         due = expert_parallel_cost(rows, BLOCKS, EXPERTS, WIDTH, replicated, 8, rank)
         assert trained.sent == [(due.messages, due.num_bytes)], rank
+
+
+def states_with_a_new_buffer(comm):
+    """A move to a GPU makes new buffers in a model, and so may a forward."""
+    strategy = ExpertParallel()
+    model = seeded(small)
+    model[3].register_buffer("count", torch.zeros(()))
+    strategy.setup(comm, model, sgd)
+    model[3].count = torch.ones(())
+    saved = strategy.saved_state_class(strategy).collect()
+    return strategy.full_state()["3.count"], saved["model/3.count"]
+
+
+def test_a_state_has_the_buffers_that_the_model_has_now():
+    assert run(states_with_a_new_buffer, world_size=1).values == [(1, 1)]
 
 
 def test_a_capacity_drops_the_later_tokens_and_only_those():

@@ -38,6 +38,9 @@ def frozen():
     model = transformer()
     for part in (model[1], model[2].mlp.up, model[2].norm1, model[3]):
         part.requires_grad_(False)
+    # As a model of one's own may leave them out.
+    for layer in (model[2].attention.qkv, model[2].attention.out, model[2].mlp.down):
+        layer.bias = None
     return model
 
 

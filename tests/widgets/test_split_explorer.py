@@ -59,7 +59,7 @@ def test_the_browser_gets_the_predicted_step(explorer):
     shown = explorer.picture.get_state()["shown"]
     split = predict_split(PROFILE, (2, 4), LINK, micro_batches=4, schedule="1f1b")
     for stage, row in enumerate(shown["stages"]):
-        slots = [slot for slot in split.slots() if slot.stage == stage]
+        slots = [slot for slot in split.slots() if slot.rank == stage]
         assert row["predicted"]["spans"] == [(s.kind, s.start_s, s.end_s) for s in slots]
         assert row["predicted"]["memory"][1] == format_bytes(split.memory_bytes[stage])
     assert number(explorer, "predicted", "step") == format_seconds(split.step_s)

@@ -44,6 +44,8 @@ half_the_bytes = Check(
 
 
 _SPARSE = 7
+# Rank r's residual is drawn with the key r + 7, its gradient with another one.
+_RESIDUAL_KEY = 7
 
 
 def _gradient(rank: int, case: Case) -> Tensor:
@@ -51,7 +53,7 @@ def _gradient(rank: int, case: Case) -> Tensor:
 
 
 def _residual(rank: int, case: Case) -> Tensor:
-    return _thinned(case.random(rank + 7, case.size))
+    return _thinned(case.random(rank + _RESIDUAL_KEY, case.size))
 
 
 def _thinned(values: Tensor) -> Tensor:
@@ -109,7 +111,7 @@ top_k = Check(
     signature="comm, gradient, residual, k",
     written=None,
     keeps=("gradient", "residual"),
-    # Of each element a float32 and an int64.
+    # Each of the k elements travels as a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _k(case) * (case.world_size - 1)),
     mistakes={
         "the old residual was not added to the gradient": _forgetful,

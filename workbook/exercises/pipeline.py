@@ -152,7 +152,7 @@ def _why_slow(streams: Streams, num_micro_batches: int) -> str:
             text = f"; stage {stage} has at most {held} under way, where 1F1B has {least}"
             return f"{text}. It runs {_listed(stream)}"
     for stage, stream in enumerate(streams):
-        slots = [slot for slot in _slots(streams) if slot.stage == stage]
+        slots = [slot for slot in _slots(streams) if slot.rank == stage]
         pending = set[int]()
         for action, slot, following in zip(stream, slots, slots[1:]):
             if action.kind == "backward_input":

@@ -39,7 +39,7 @@ def pipeline_timetable(
         slots: from ``labkit.costs.pipeline_timeline.predicted_slots`` or ``SplitModel.slots``.
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
     """
-    spans = [Span(slot.stage, slot.kind, slot.start_s, slot.end_s) for slot in slots]
+    spans = [Span(slot.rank, slot.kind, slot.start_s, slot.end_s) for slot in slots]
     return _draw(spans, slots, f"{title} (model)", unit, model=True)
 
 
@@ -80,7 +80,7 @@ def _draw(
     spans: list[Span], slots: Sequence[Slot], title: str, unit: str | None, model: bool
 ) -> CaptionedFigure:
     """One row per stage from 0 to the end of the step; ``slots`` number the boxes."""
-    stages = sorted({slot.stage for slot in slots})
+    stages = sorted({slot.rank for slot in slots})
     chunks = 1 + max(slot.chunk for slot in slots)
     count = len({slot.micro_batch for slot in slots})
     end_s = max(slot.end_s for slot in slots)
@@ -97,9 +97,9 @@ def _draw(
         text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
         middle = (slot.start_s + slot.end_s) / 2 / scale
         if room >= 0:
-            tag(axes, middle, stages.index(slot.stage), text if room else text[1:])
+            tag(axes, middle, stages.index(slot.rank), text if room else text[1:])
         elif pixels >= _LEAST_PX:
-            tag(axes, middle, stages.index(slot.stage), text, rotation=90, fontsize="x-small")
+            tag(axes, middle, stages.index(slot.rank), text, rotation=90, fontsize="x-small")
     row = "stage" if chunks == 1 else "rank"
     axes.set(xlabel=f"time ({shown_unit})", ylabel=row)
     label_lanes(axes, list(map(str, stages)))
@@ -110,7 +110,7 @@ def _draw(
     for stage in stages:
         actions = []
         for slot in sorted(slots, key=lambda slot: slot.start_s):
-            if slot.stage == stage:
+            if slot.rank == stage:
                 actions.append(Action(slot.kind, slot.micro_batch, slot.chunk))
         order = " ".join(map(str, actions[:12]))
         if len(actions) > 12:

@@ -38,7 +38,7 @@ def step_data(
 ) -> dict[str, Any]:
     """A step in lanes; memory's longest bar stands for ``uncut_bytes``, or more if a stage is."""
     memory_bytes: dict[str, Sequence[int]] = {"predicted": split.memory_bytes}
-    bars = {"predicted": [(s.stage, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
+    bars = {"predicted": [(s.rank, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
     ends = [("predicted", split.step_s, f"predicted {format_seconds(split.step_s)}")]
     longest_bytes = max(uncut_bytes, 1)
     last_s = max(1e-9, split.step_s)
@@ -105,7 +105,7 @@ def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:
         sends = {("forward", cut): "activation", ("backward", cut + 1): "gradient"}
         spans = []
         for slot in split.slots():
-            message = sends.get((slot.kind, slot.stage))
+            message = sends.get((slot.kind, slot.rank))
             if message:
                 spans.append((message, slot.end_s, slot.end_s + message_s))
         backward_s = split.backward_hop_s[cut]

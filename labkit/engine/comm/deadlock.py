@@ -155,7 +155,8 @@ def stuck_ranks(board: Board) -> list[int]:
     reasons = {rank: waits(board, rank) for rank in range(board.world_size)}
 
     def can_continue(rank: int) -> bool:
-        may_come = [reason.peer not in waiting | ended for reason in reasons[rank]]
+        blocked = waiting | ended
+        may_come = [reason.peer not in blocked for reason in reasons[rank]]
         return any(may_come) if reasons[rank][0].any_of else all(may_come)
 
     # A cycle has no first member: start with all waiting ranks, remove those that can continue.
@@ -167,7 +168,8 @@ def stuck_ranks(board: Board) -> list[int]:
 
 def find_cycle(reasons: dict[int, list[Waiting]]) -> list[int]:
     """Find a cycle of stuck ranks, each waiting for the next, by their reasons; empty for none."""
-    for rank in reasons:
+    for first in reasons:
+        rank = first
         path: list[int] = []
         while rank in reasons and rank not in path:
             path.append(rank)
@@ -199,9 +201,9 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
         verb = "waits" if len(names) == 1 else "wait"
         lines.append(f"rank {peer} has returned, but {', '.join(names)} still {verb} for it.")
     for rank in stuck:
-        _, location = waits_in(board, rank)
+        _, location = current_operation(board, rank)
         lines.append(f"  rank {rank} is {explain_rank(board, rank)}, at {location}")
-    ops = {waits_in(board, rank)[0] for rank in cycle}
+    ops = {current_operation(board, rank)[0] for rank in cycle}
     step = "give every send a receive, and let all ranks call the same collectives."
     if sequences := uneven_collectives(board, *sorted({*stuck, *waiting_for})):
         lines.append(sequences.lstrip())
@@ -219,7 +221,7 @@ def explain_deadlock(board: Board, stuck: list[int]) -> str:
 
 def explain_rank(board: Board, rank: int) -> str:
     """Say what a rank is doing: ``in recv, waiting for rank 1 to send float32 [4]``."""
-    op, _ = waits_in(board, rank)
+    op, _ = current_operation(board, rank)
     if not op:
         return "in its own code"
     reasons = waits(board, rank)
@@ -230,7 +232,7 @@ def explain_rank(board: Board, rank: int) -> str:
     return f"in {op}, waiting for {needs}"
 
 
-def waits_in(board: Board, rank: int) -> tuple[str, str]:
+def current_operation(board: Board, rank: int) -> tuple[str, str]:
     """Return the operation that a rank is in, and the line that called it; "" for none."""
     slot = board.ranks[rank]
     op = _text(slot["op"])

@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from labkit import units
 from labkit.engine.comm.board import NOT_STARTED, RETURNED, Board
-from labkit.engine.comm.deadlock import explain_deadlock, explain_rank, takes_part, waits_in
+from labkit.engine.comm.deadlock import (
+    current_operation,
+    explain_deadlock,
+    explain_rank,
+    takes_part,
+)
 from labkit.engine.comm.shared_memory import is_running
 from labkit.engine.comm.source_lines import is_internal, is_ours, learner_frames, readable
 from labkit.engine.comm.torch_transport import means_loss
@@ -223,7 +228,7 @@ class Evidence:
         sentences = []
         for other in range(board.world_size):
             if other != rank and takes_part(board, other, rank):
-                op, location = waits_in(board, other)
+                op, location = current_operation(board, other)
                 line = readable(location)
                 sentences.append(f" Rank {other} was waiting for it in {op} at {line}.")
         return "".join(sentences)
@@ -258,7 +263,7 @@ def failure_error(evidence: Evidence) -> WorkerError:
 def deadlock_error(board: Board, stuck: list[int]) -> DeadlockError:
     """The error for ranks that can never continue."""
     board = board.copy()
-    _, location = waits_in(board, stuck[0])
+    _, location = current_operation(board, stuck[0])
     text = readable(explain_deadlock(board, stuck))
     return DeadlockError(text, rank=stuck[0], location=readable(location))
 

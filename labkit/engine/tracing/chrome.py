@@ -18,7 +18,7 @@ from labkit.engine.tracing.spans import Span, Trace
 
 
 def read_traces(paths: Sequence[str | Path]) -> tuple[Trace, str]:
-    """Read the trace of all ranks, and in words the work of a rank where it has no span.
+    """Return the trace of all ranks, and a name for what a rank does where it has no span.
 
     ValueError for any other file.
     """

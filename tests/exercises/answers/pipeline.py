@@ -29,7 +29,7 @@ def all_weigh_one(inputs, targets, count):
 
 
 def idle_of_the_first_stage(slots):
-    return bubble([slot for slot in slots if slot.stage == 0])
+    return bubble([slot for slot in slots if slot.rank == 0])
 
 
 def by_the_formula(slots):
