@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26560,
+    "labkit": 26700,
     "notebooks": 900,
     "tests": 27330,
     "tools": 1685,
