@@ -111,7 +111,7 @@ class TopK:
             if self.residual is None:
                 self.residual = torch.zeros_like(flat, dtype=wide)
             self.residual += flat
-            # Of an empty gradient there is none.
+            # An empty gradient has no element to keep.
             kept = min(flat.numel(), max(1, int(self.fraction * flat.numel())))
             indices = self.residual.abs().topk(kept).indices
             values = self.residual[indices]

@@ -1,4 +1,8 @@
-"""The GPUs of this machine, as torch counts them; the process that asks never initialises CUDA."""
+"""The GPUs of this machine, as torch counts them.
+
+To count them does not initialise CUDA, so a process that asks may still fork; ``check_usable``
+does.
+"""
 
 import os
 import subprocess

@@ -52,11 +52,11 @@ def sharded_pass(
     ``trained`` are the flats that get gradients. Backward ends with the first unit that uses one.
     """
     # By unit, the flats whose gradients are complete when backward has left it.
-    owned = []
+    completed_by_unit = []
     for flats in first_uses(uses):
-        owned.append([flat for flat in flats if flat in trained])
+        completed_by_unit.append([flat for flat in flats if flat in trained])
     # Two units behind the last one make the ends of the loop like its middle.
-    owned += [[], []]
+    completed_by_unit += [[], []]
     trained_units = [unit for unit, flats in enumerate(uses) if set(flats) & set(trained)]
     has_backward = backward and bool(trained_units)
     visits = [Instruction("forward", unit) for unit in range(len(uses))]
@@ -68,12 +68,12 @@ def sharded_pass(
         # Forward has left all units when backward begins.
         is_turn = position == len(uses)
         # What was gathered ahead is for this unit.
-        left = [flat for flat in gathered if is_turn or flat not in uses[unit]]
-        gathered = [flat for flat in gathered if flat not in left]
-        yield from _for_each(left, "free")
+        stale = [flat for flat in gathered if is_turn or flat not in uses[unit]]
+        gathered = [flat for flat in gathered if flat not in stale]
+        yield from _for_each(stale, "free")
         if kind == "backward":
-            yield from _for_each(owned[unit + 2], "finish")
-            yield from _for_each(owned[unit + 1], "reduce")
+            yield from _for_each(completed_by_unit[unit + 2], "finish")
+            yield from _for_each(completed_by_unit[unit + 1], "reduce")
         if stage == 3:
             wanted = [*uses[unit]]
             if position + 1 not in (len(uses), len(visits)):
@@ -83,14 +83,14 @@ def sharded_pass(
             yield from _for_each(missing, "gather")
             yield from _for_each(uses[unit], "wait")
         if kind == "backward":
-            yield from _for_each(owned[unit], "begin")
+            yield from _for_each(completed_by_unit[unit], "begin")
         yield Instruction(kind, unit)
     yield from _for_each(gathered, "free")
     if has_backward:
         last_unit = trained_units[0]
-        yield from _for_each(owned[last_unit + 1], "finish")
-        yield from _for_each(owned[last_unit], "reduce")
-        yield from _for_each(owned[last_unit], "finish")
+        yield from _for_each(completed_by_unit[last_unit + 1], "finish")
+        yield from _for_each(completed_by_unit[last_unit], "reduce")
+        yield from _for_each(completed_by_unit[last_unit], "finish")
 
 
 def _for_each(flats: Sequence[int], kind: str) -> list[Instruction]:

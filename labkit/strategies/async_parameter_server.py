@@ -83,7 +83,7 @@ class AsyncParameterServer(OnShares):
         buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         self.values, self.gradient = lay_end_to_end([*self.trained, *buffers])
         num_buffers = sum(buffer.numel() for buffer in buffers)
-        self.buffers = slice(len(self.values) - num_buffers, None)
+        self.buffer_slice = slice(len(self.values) - num_buffers, None)
         self.tracker = StalenessTracker(self.workers, self.max_staleness)
         # By worker, the first message of its push, while the gradient waits or is applied.
         self.reports: dict[int, Tensor] = {}
@@ -121,7 +121,7 @@ class AsyncParameterServer(OnShares):
             self.gradient.zero_()
             loss = self.add_gradients(inputs, targets, batch_size)
             weight = self.weight_of_share(samples, batch_size)
-            # Sums and counts are float64: 16 bits count to 256.
+            # Sums and counts are float64: bfloat16 is exact for integers only up to 256.
             report = torch.stack([loss.double(), weight.to(loss.device)])
             if self.precision.scaler.enabled:
                 self.precision.scaler.unscale([self.gradient])
@@ -129,7 +129,7 @@ class AsyncParameterServer(OnShares):
                 self.precision.scaler.update(overflowed)
                 if overflowed:
                     report.zero_()
-            self.gradient[self.buffers] = self.values[self.buffers]
+            self.gradient[self.buffer_slice] = self.values[self.buffer_slice]
             goes_on = bool(self.push_and_pull(report))
             done += 1
             self.comm.progress(done, samples=samples, loss=loss / max(1, samples))
@@ -208,7 +208,7 @@ class AsyncParameterServer(OnShares):
         """Apply the gradient that was received; an empty share makes no update."""
         if self.reports[worker][1] > 0:
             self.update()
-            self.values[self.buffers] = self.gradient[self.buffers]
+            self.values[self.buffer_slice] = self.gradient[self.buffer_slice]
             self.tracker.apply(worker)
 
     def answer(self, worker: int, goes_on: Tensor) -> None:

@@ -43,7 +43,6 @@ class Strategy:
 
     It is made before the ranks start, and each rank gets a copy. So ``__post_init__``, after that
     of its base, only refuses options that do not go together, and ``setup`` does everything else.
-    (What a training run asks of a technique determines the methods and their number.)
 
     Attributes:
         servers: ranks 0 to ``servers`` - 1 serve the others, and compute no gradients.
@@ -56,7 +55,7 @@ class Strategy:
             number of samples.
         optimizer, trained: this rank's (None where it makes no updates), and what it changes.
         norm_ranks: the ranks that divide the gradients among themselves; none if each has all.
-        counted_elsewhere: the parameters whose norm another of these ranks counts.
+        counted_elsewhere: parameters also held by a lower rank, which counts their norm.
         model: the whole model, on ``comm.device``. A technique that does not hold it there
             overrides ``run`` or ``predict``, and ``full_state``.
     """
@@ -181,7 +180,7 @@ class Strategy:
         """The ranks that divide each batch among themselves; any other ranks serve them."""
         return range(self.servers, self.comm.world_size) or range(1)
 
-    def share(self) -> tuple[int, int]:
+    def share_index(self) -> tuple[int, int]:
         """(index, count) of this rank's part of every batch; (0, 0) for one that only serves."""
         if self.traits.takes_whole_batch:
             return 0, 1
@@ -191,7 +190,7 @@ class Strategy:
 
     def part_of(self, batch: Tensor) -> Tensor:
         """This rank's samples of a global batch, [n] of [B]: what ``step`` gets."""
-        return share(batch, *self.share())
+        return share(batch, *self.share_index())
 
     def updates_of(self, samples: int, world_size: int) -> int:
         """The number of updates that the technique makes of a global batch of ``samples``."""

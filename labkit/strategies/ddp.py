@@ -205,8 +205,9 @@ class BucketedDDP(NaiveDDP):
     def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
         """Queue the all-reduce of a bucket; one that is waited for may run in this thread.
 
-        ``reduce`` is what changes the bucket: to send it in fewer bytes, take another function
-        (``labkit.collectives.compressed``).
+        ``reduce`` is what changes the bucket. To send it in fewer bytes, take a function of
+        ``labkit.collectives.compressed``. Those only add, so with ``op`` "mean" divide the bucket
+        by the number of ranks before.
         """
         reduce: Callable[[Comm], object] = partial(bucket.shared.all_reduce, op=self.op)
         if self.hierarchical:
@@ -225,7 +226,10 @@ class BucketedDDP(NaiveDDP):
         self._wait()
 
     def drop_sums(self) -> None:
-        """Set the gradients to zero again that arrive later than the zeros of a ``zero_grad``."""
+        """After a broken backward, wait for what was launched, and zero its buckets.
+
+        The sums may have arrived after the zeros of the caller's ``zero_grad``.
+        """
         sent = self.buckets[: len(self._launched)]
         self._wait()
         for bucket in sent:
@@ -284,8 +288,8 @@ class DDP(OnShares):
 
     Args:
         average_every: K, for local SGD: parameters are averaged after every K updates of an epoch
-            and at its end. ``clip_norm`` limits the norm of each rank's own gradient. Of a loss
-            with weights that depend on the data, ranks add up the weight in every step.
+            and at its end. ``clip_norm`` limits the norm of each rank's own gradient. If the
+            weights of a loss depend on the data, ranks add up the weight in every step.
         outer_lr, outer_momentum: DiLoCo's outer step at every average; its paper takes 0.7 and
             0.9. With 1 and 0 there is none.
     """

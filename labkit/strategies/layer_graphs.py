@@ -22,7 +22,13 @@ from labkit.workload.layers import HeldBytes
 
 @dataclass(eq=False)
 class _Graph:
-    """The graph of a layer: its ends, None where no gradient goes; and what W needs."""
+    """The autograd graph of one layer.
+
+    Attributes:
+        begin, end: the edges where the layer's input and output are; None where no gradient goes.
+        trained, gradient: what W needs: the weights, and the gradient of the layer's output.
+        held: the ``HeldBytes`` of what the graph keeps, or None.
+    """
 
     begin: Any
     end: Any

@@ -153,7 +153,7 @@ class Mesh(Pipeline):
         if self.dp > 1:
             self.buckets = make_buckets(self.data, self.trained, self.bucket_mb)
 
-    def share(self) -> tuple[int, int]:
+    def share_index(self) -> tuple[int, int]:
         return self.data.rank, self.dp
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:

@@ -42,10 +42,10 @@ class OnShares(Strategy):
         accumulate: micro-batches that a global batch is cut into, as evenly as possible, before
             each is divided.
         amp: ``bf16`` or ``fp16``: matrix products and convolutions in that dtype.
-        straggler: of some techniques, (rank, factor): that rank takes ``factor`` times as long to
-            compute, except for its first micro-batch.
-        sync_batch_norm: of some. A rank without samples runs the model on an empty batch, as
-            others wait for its counts.
+        straggler: (rank, factor), which some techniques take: that rank takes ``factor`` times as
+            long to compute, except for its first micro-batch.
+        sync_batch_norm: which some techniques take. A rank without samples runs the model on an
+            empty batch, as others wait for its counts.
 
     Attributes:
         module, no_sync: what gradients are computed with, the model or what wraps it, and a
@@ -101,7 +101,7 @@ class OnShares(Strategy):
     def micro_batches(self, batch: Tensor) -> list[Tensor]:
         """This rank's share of each micro-batch of a global batch [B]; the last may be empty."""
         count = max(1, min(self.accumulate, len(batch)))
-        return [share(part, *self.share()) for part in batch.tensor_split(count)]
+        return [share(part, *self.share_index()) for part in batch.tensor_split(count)]
 
     def add_gradients(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         """Add the gradient of (sum of losses) / ``batch_size`` to the parameters' ``grad``.

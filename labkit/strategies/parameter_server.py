@@ -69,10 +69,9 @@ class ParameterServer(OnShares):
         self.parameters, self.gradient = lay_end_to_end(self.trained)
         self.slice_bounds = chunk_bounds(self.parameters.numel(), self.servers)
         workers = comm.world_size - self.servers
-        self.serves = comm.rank < self.servers
-        self.works = comm.rank in self.workers
+        self.is_server = comm.rank < self.servers
         # This rank's peers, in the order of ``schedules.servers``.
-        if self.serves:
+        if self.is_server:
             turns = server_turns(comm.rank, self.servers, workers)
             self.peers = [self.servers + worker for worker in turns]
             start, end = self.slice_bounds[comm.rank]
@@ -82,6 +81,7 @@ class ParameterServer(OnShares):
                 # Element by element (``traits.division``) a slice gets the same updates.
                 self.trained = [nn.Parameter(self.slice)]
                 self.trained[0].grad = self.slice_gradient
+            # Momentum and the like exist here alone, once for each slice.
             self.optimizer = make_optimizer(self.trained)
         else:
             self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
@@ -93,7 +93,7 @@ class ParameterServer(OnShares):
         self.gradient.zero_()
         loss = self.add_gradients(inputs, targets, batch_size)
         factor = self.gradient_factor(batch_size)
-        if self.serves:
+        if self.is_server:
             self.serve(factor)
         else:
             self.push()

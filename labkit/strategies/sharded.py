@@ -14,8 +14,9 @@ layer until their sums are added to the shards' gradients.
 **Stage 3** divides the parameters, too. A layer's are gathered (share_only) before its forward and
 again before its backward, while the layer before is computing, and freed after; step 3 is gone.
 
-Bytes sent per rank and step: 2, 2 and 3 (P - 1)/P x S. In memory, S bytes of each kind become S/P,
-and what is under way: ``costs.memory``. In which order: ``schedules.sharding``.
+Each rank sends 2, 2 and 3 (P - 1)/P x S bytes per step in stages 1, 2 and 3. In memory, S bytes of
+what is divided become S/P; ``costs.memory`` also counts what is under way. ``schedules.sharding``
+has the order of the messages.
 
 Symbols: P ranks, N elements of a flat, S bytes of the trained parameters. Sources: Rajbhandari et
 al., "ZeRO: memory optimizations toward training trillion parameter models" (2020), sections 5 and
@@ -162,9 +163,10 @@ class ShardedState(SavedState):
 class Sharded(OnShares):
     """Synchronous data parallelism whose ranks hold a part of what they update.
 
-    A unit is a layer with parameters, and those without that follow; in stage 1 layers of 1 MiB. A
-    parameter belongs to the first unit that uses it; for another one (a tied parameter) stage 3
-    gathers it once more. The model is a chain of layers, see ``workload.layers``.
+    A unit is a layer with parameters and the parameterless layers after it; in stage 1, layers of
+    1 MiB together. A parameter belongs to the first unit that uses it; for another one (a tied
+    parameter) stage 3 gathers it once more. The model is a chain of layers, see
+    ``workload.layers``.
 
     Args:
         stage: what is divided: 1 the optimizer's state, 2 also gradients, 3 also parameters.

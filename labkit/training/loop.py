@@ -237,7 +237,7 @@ class _Run:
         """Evaluate, which is not part of the technique, so it is neither timed nor counted."""
         comm = self.comm
         progress = self.progress
-        tested = self.evaluated(*self.strategy.share())
+        tested = self.evaluated(*self.strategy.share_index())
         with comm.span("evaluate"):
             finite_steps = tested.new_zeros(comm.world_size)
             finite_steps[comm.rank] = progress.sums[progress.FINITE_STEPS]

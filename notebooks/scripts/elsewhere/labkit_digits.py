@@ -24,7 +24,7 @@ def train(comm, options):
     rates = {"lr": experiment.lr, "momentum": experiment.momentum}
     technique = strategies.get(options.strategy)()
     technique.setup(comm, model, partial(torch.optim.SGD, **rates))
-    worker, workers = technique.share()  # no workers: this rank is the server
+    worker, workers = technique.share_index()  # no workers: this rank is the server
     batch_size = experiment.labels.shape[1]
 
     losses, measured = torch.zeros(experiment.steps), Measured()
