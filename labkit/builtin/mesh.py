@@ -55,7 +55,7 @@ class TorchMesh(TorchTensorParallel):
     def start_note(self) -> str:
         return describe_groups(self.dp, self.pp, self.tp)
 
-    def share(self) -> tuple[int, int]:
+    def share_index(self) -> tuple[int, int]:
         return self.comm.rank // self.tp, self.dp
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
