@@ -332,7 +332,7 @@ class DDP(OnShares):
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         super().setup(comm, model, make_optimizer)
         if self.average_every is not None:
-            self.replica = None
+            self.replica: BucketedDDP | None = None
             self.local_sgd = LocalSGD(comm, self.model, self.hierarchical, self.outer_step)
             self.since_average = 0
             # Then the mean of the ranks' gradients is that of the mean loss over the global batch.

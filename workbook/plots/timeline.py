@@ -5,7 +5,7 @@ how much of a run is computing, messages and waiting. The figures themselves sho
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -239,12 +239,13 @@ def draw_spans(
 
 def _labels_of(spans: list[Span]) -> dict[str, str]:
     """The legend's label of each kind: its name, or that of all kinds which take little time."""
-    seconds = Counter[str]()
+    seconds: dict[str, float] = defaultdict(float)
     for span in spans:
-        seconds[span.kind] += span.end_s - span.start_s
+        seconds[span.kind] += span.duration_s
     labels = {kind: kind for kind in seconds}
     if len(seconds) > _MOST_KINDS:
-        shortest = [kind for kind, _ in seconds.most_common()][_MOST_KINDS - 1 :]
+        by_length = sorted(seconds, key=seconds.__getitem__, reverse=True)
+        shortest = by_length[_MOST_KINDS - 1 :]
         names = [kind for kind in styles_of(shortest) if kind != "other"]
         labels |= dict.fromkeys(shortest, f"other: {', '.join(names)}")
     return labels
