@@ -117,7 +117,7 @@ class ParameterServer(OnShares):
                 self.comm.recv(self.parameters[start:end], server)
 
     @torch.no_grad()
-    def serve(self, factor: Tensor | float | None) -> None:
+    def serve(self, factor: Tensor | float | None = None) -> None:
         """On a server: sum what all workers push, update the slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
