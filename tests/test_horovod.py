@@ -238,6 +238,7 @@ def optimizer_refusals():
     )
     model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
     half.step()
+    refused("closure", half.step, lambda: 0.0)
     assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
 
 

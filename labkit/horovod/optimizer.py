@@ -109,6 +109,9 @@ class Gradients:
             self.synchronizes = True
 
     def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        if any(map(callable, [*args[1:], *options.values()])):
+            # Its backward would come after the reduction.
+            raise ValueError("step() takes no closure here: call backward() before it")
         if self.synchronizes:
             self.synchronize()
 
