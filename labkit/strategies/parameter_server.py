@@ -70,6 +70,7 @@ class ParameterServer(OnShares):
         self.slice_bounds = chunk_bounds(self.parameters.numel(), self.servers)
         workers = comm.world_size - self.servers
         self.is_server = comm.rank < self.servers
+        self.is_worker = comm.rank in self.workers
         # This rank's peers, in the order of ``schedules.servers``.
         if self.is_server:
             turns = server_turns(comm.rank, self.servers, workers)
