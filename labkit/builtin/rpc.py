@@ -106,7 +106,7 @@ class RpcParameterServer(ByRpc, ParameterServer):
                 self.parameters[start:end] = answer_of(server, future)
 
     @torch.no_grad()
-    def serve(self, factor: Tensor | float | None) -> None:
+    def serve(self, factor: Tensor | float | None = None) -> None:
         with self.comm.span("push"):
             # In the order of the workers, not of their calls: a run can be repeated to the bit.
             pushes = sorted((_pushes.get() for _ in self.peers), key=lambda push: push[0])

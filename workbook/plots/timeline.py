@@ -32,9 +32,9 @@ from workbook.plots.palette import STYLES, styles_of, swatch
 
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
 _MOST_LANES = 8
-# With more kinds of span, those that take the least time share a colour, so that the legend can
-# be kept in mind.
-_MOST_KINDS = 4
+# Kinds of span with a smaller share of the time are hardly to be seen in a timeline: there they
+# have one colour and one entry in the legend.
+_LEAST_SHARE = 0.03
 # Behind a text on a bar.
 BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
@@ -83,7 +83,8 @@ def timeline(
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     # Whole, not cut: a bar that goes on beyond the edge has no end there.
     spans = [span for span in trace.spans if span.end_s > start_s and span.start_s < end_s]
-    add_legend(figure, draw_spans(axes, spans, trace.ranks, scale, model))
+    labels = _labels_of(spans)
+    add_legend(figure, draw_spans(axes, spans, trace.ranks, scale, model, labels))
     axes.set(xlabel=f"time since the start ({unit})", ylabel=label)
     axes.ticklabel_format(axis="x", useOffset=False)
     label_lanes(axes, names)
@@ -196,11 +197,19 @@ def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
 
 
 def draw_spans(
-    axes: Axes, spans: list[Span], lanes: list[int], scale: float, model: bool
+    axes: Axes,
+    spans: list[Span],
+    lanes: list[int],
+    scale: float,
+    model: bool,
+    labels: Mapping[str, str] | None = None,
 ) -> list[Patch]:
     """Draw all bars as one collection in the order of time, and hatches over the wide ones.
 
     A bar of three pixels is too narrow to show its hatch.
+
+    Args:
+        labels: the legend's label of each kind; without them, each kind's name.
 
     Returns:
         The legend's entries.
@@ -214,7 +223,7 @@ def draw_spans(
     bottom = lane + np.where(~beside & beside.any(), 0.14, 0.4)
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1)
     corners = corners.reshape(-1, 4, 2)
-    labels = _labels_of(spans)
+    labels = labels or {span.kind: span.kind for span in spans}
     kinds = np.array([labels[span.kind] for span in spans])
     styles = {kind: style for kind, style in styles_of(labels).items() if labels[kind] == kind}
     for label in labels.values():
@@ -238,16 +247,16 @@ def draw_spans(
 
 
 def _labels_of(spans: list[Span]) -> dict[str, str]:
-    """The legend's label of each kind: its name, or that of all kinds which take little time."""
+    """The legend's label of each kind: its name, or that of all kinds that are hardly seen."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         seconds[span.kind] += span.duration_s
+    least_s = _LEAST_SHARE * sum(seconds.values())
+    brief = [kind for kind in styles_of(seconds) if seconds[kind] < least_s]
     labels = {kind: kind for kind in seconds}
-    if len(seconds) > _MOST_KINDS:
-        by_length = sorted(seconds, key=seconds.__getitem__, reverse=True)
-        shortest = by_length[_MOST_KINDS - 1 :]
-        names = [kind for kind in styles_of(shortest) if kind != "other"]
-        labels |= dict.fromkeys(shortest, f"other: {', '.join(names)}")
+    if len(brief) > 1:
+        names = [kind for kind in brief if kind != "other"]
+        labels |= dict.fromkeys(brief, f"other: {', '.join(names)}")
     return labels
 
 
