@@ -15,7 +15,8 @@ class AsyncRun:
     """A predicted run of an asynchronous parameter server.
 
     Attributes:
-        trace: ``compute`` and ``wait`` of the workers 1 .. W, ``update`` of the server, rank 0.
+        trace: ``compute`` and ``wait`` of the workers 1 .. W, ``update`` and ``wait`` of the
+            server, rank 0.
         updates: the gradients applied; in synchronous rounds they have staleness 0.
         duration_s: seconds of the run that were simulated.
     """
@@ -29,8 +30,13 @@ class AsyncRun:
 
     def waiting_share(self) -> float:
         """The share of their time that the workers spend waiting, 0 to 1."""
-        seconds = self.trace.seconds_by_kind()
-        return seconds.get("wait", 0.0) / (seconds["compute"] + seconds.get("wait", 0.0))
+        computed_s = 0.0
+        waited_s = 0.0
+        for worker in self.trace.ranks[1:]:
+            seconds = self.trace.seconds_by_kind(worker)
+            computed_s += seconds["compute"]
+            waited_s += seconds.get("wait", 0.0)
+        return waited_s / (computed_s + waited_s)
 
 
 def simulate(
@@ -67,7 +73,9 @@ def simulate(
     while now_s < duration_s:
         arrival_s, sender = heapq.heappop(coming)
         arrived_s[sender] = arrival_s
-        now_s = max(now_s, arrival_s)
+        if arrival_s > now_s:
+            spans.append(Span(0, "wait", now_s, arrival_s, peer=sender))
+            now_s = arrival_s
         tracker.push(sender)
         while (chosen := tracker.next_worker()) is not None:
             tracker.apply(chosen)

@@ -440,7 +440,6 @@ MORE_LAYOUTS = [
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.more) for layout in MORE_LAYOUTS)],
-    ids=str,
 )
 def test_layouts_without_a_fault_are_equal(strategy, settings):
     against = {"strategy": "single"}
