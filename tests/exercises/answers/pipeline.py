@@ -34,7 +34,7 @@ def idle_of_the_first_stage(slots):
 
 def by_the_formula(slots):
     """The formula holds for equal stages only."""
-    stages, micro_batches = ({getattr(s, of) for s in slots} for of in ("stage", "micro_batch"))
+    stages, micro_batches = ({getattr(s, of) for s in slots} for of in ("rank", "micro_batch"))
     return bubble_formula(len(stages), len(micro_batches))
 
 
