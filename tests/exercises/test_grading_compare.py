@@ -69,6 +69,14 @@ def test_the_tolerance_is_that_of_the_numbers_that_were_added():
     assert close(without_the_small, total, [large, small]).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_sum_that_cancels_is_compared_at_the_rounding_of_its_summands(shape):
+    summands = [torch.full(shape, number) for number in (1.3, -0.9, 0.6, -0.99)]
+    exact = torch.stack([summand.double() for summand in summands]).sum(0)
+    assert agree(exact + 1e-7, exact, summands)
+    assert not agree(exact + 1e-5, exact, summands)
+
+
 def test_an_infinite_summand_allows_no_error():
     infinite = torch.tensor([torch.inf, 1.0])
     assert close(torch.tensor([0.0, 1.0]), infinite, [infinite]).tolist() == [False, True]
