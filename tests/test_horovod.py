@@ -95,8 +95,10 @@ def gathers():
     flag = torch.tensor([rank == root, False])
     assert hvd.broadcast_(flag, root, name="flag") is flag
     assert flag.tolist() == [True, False]
-    found = hvd.broadcast_object({"lr": rank, "t": torch.tensor(rank)}, root)
+    settings = {"lr": rank, "t": torch.tensor(rank)}
+    found = hvd.broadcast_object(settings, root)
     assert found == {"lr": root, "t": root}
+    assert (found is settings) == (rank == root)
     assert hvd.allgather_object("x" * rank, name="texts") == ["x" * r for r in range(size)]
 
 
@@ -203,6 +205,8 @@ def optimizer_rules():
     backward()
     with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
         backward()
+    with pytest.raises(AssertionError, match="zero_grad"):
+        optimizer.zero_grad()
     optimizer.step()
     # That pass has changed gradients while they were reduced.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -226,7 +230,44 @@ def optimizer_rules():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
+def parameters_that_come_later():
+    """A layer that was frozen, and one that was not in a group: hooked from the next step on."""
+    frozen, added, trained = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+    model = nn.Sequential(frozen, added, trained).double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    frozen.requires_grad_(False)
+    plain = torch.optim.SGD([*frozen.parameters(), *trained.parameters()], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain)
+
+    def step():
+        optimizer.zero_grad()
+        model(mine(3, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": added.parameters()})
+    step()
+    step()
+    for name, parameter in model.named_parameters():
+        assert near(hvd.broadcast(parameter.detach(), 0, name=f"later.{name}"), parameter.detach())
+    optimizer.zero_grad()
+    model(mine(3, 2)).sum().backward()
+    # Both are reduced while backward runs: a second pass is one too many for each.
+    with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
+        added.weight.sum().backward()
+    with pytest.raises(AssertionError, match="backward_passes_per_step=1"):
+        frozen.weight.sum().backward()
+    optimizer.synchronize()
+
+
 def optimizer_refusals():
+    refused("communicator", hvd.init, [0])
+    refused("not Linear", hvd.DistributedOptimizer, nn.Linear(2, 1))
+    table = nn.Embedding(3, 2, sparse=True)
+    hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1))
+    with pytest.raises(ValueError, match="sparse=False"):
+        table(torch.tensor([1])).sum().backward()
     model = nn.Linear(2, 1)
     plain = torch.optim.SGD(model.parameters(), 1)
     refused("op=", hvd.DistributedOptimizer, plain, op="max")
@@ -277,7 +318,8 @@ def answers():
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
 
 
-PARTS = [reductions, gathers, errors, trains, optimizer_rules, optimizer_refusals, states, answers]
+PARTS = [reductions, gathers, errors, trains, optimizer_rules, parameters_that_come_later]
+PARTS += [optimizer_refusals, states, answers]
 
 
 def everything(comm, given):

@@ -107,7 +107,9 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the root's object, on all ranks."""
     check_root(engine().comm, root_rank)
-    return allgather_object(obj if rank() == root_rank else None, name)[root_rank]
+    is_root = rank() == root_rank
+    received = allgather_object(obj if is_root else None, name)[root_rank]
+    return obj if is_root else received
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:

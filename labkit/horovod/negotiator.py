@@ -249,6 +249,11 @@ _engine: Engine | None = None
 def init(comm: Comm | None = None) -> None:
     """Join the other ranks, unless this one has. ``comm``: of ``labkit.run``, found by itself."""
     global _engine
+    if comm is not None and not isinstance(comm, Comm):
+        raise ValueError(
+            f"init() takes no list of ranks or communicator of MPI, and got {comm!r}: all ranks "
+            "that the launcher started take part"
+        )
     if _engine is None:
         _engine = Engine(open_for("horovod", comm, shutdown))
 

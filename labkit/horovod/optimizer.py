@@ -55,10 +55,10 @@ class Gradients:
         self.num_passes = Counter[Tensor]()
         self.under_way: dict[Tensor, Handle] = {}
         self.synchronizes = True
-        for number, parameter in enumerate(self.parameters()):
-            self.names.setdefault(parameter, f"noname.{number}")
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+        self.hooked: set[Tensor] = set()
+        self.hook_parameters()
+        self.clear_gradients = self.optimizer.zero_grad
+        self.optimizer.zero_grad = self.zero_grad
         self.optimizer.synchronize = self.synchronize
         self.optimizer.skip_synchronize = self.skip_synchronize
         self.optimizer.register_step_pre_hook(self.before_step)
@@ -67,7 +67,20 @@ class Gradients:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
+    def hook_parameters(self) -> None:
+        """Name and hook what trains and has no hook yet."""
+        for number, parameter in enumerate(self.parameters()):
+            self.names.setdefault(parameter, f"noname.{number}")
+            if parameter.requires_grad and parameter not in self.hooked:
+                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+                self.hooked.add(parameter)
+
     def gradient_ready(self, parameter: Tensor) -> None:
+        if parameter.grad.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {self.names[parameter]!r} is sparse, and only dense ones are "
+                "reduced: make its layer with sparse=False"
+            )
         self.num_passes[parameter] += 1
         if self.num_passes[parameter] > self.passes:
             raise AssertionError(
@@ -90,6 +103,8 @@ class Gradients:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Wait until all gradients are reduced."""
+        # A group may have been added, a layer unfrozen.
+        self.hook_parameters()
         try:
             for parameter in self.parameters():
                 if parameter.requires_grad and parameter not in self.under_way:
@@ -107,6 +122,15 @@ class Gradients:
             yield
         finally:
             self.synchronizes = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless they are on their way."""
+        if self.under_way:
+            raise AssertionError(
+                "zero_grad() after backward() and before step() or synchronize() loses the "
+                "gradients that are being reduced: call it before backward(), or after step()"
+            )
+        self.clear_gradients(set_to_none)
 
     def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         if any(map(callable, [*args[1:], *options.values()])):
@@ -136,6 +160,9 @@ def DistributedOptimizer(
         op: Average or Sum.
         gradient_predivide_factor: divides before an average, and multiplies after it.
     """
+    if not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {kind}")
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer takes op=hvd.Average or hvd.Sum, not {op!r}")
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
