@@ -263,17 +263,19 @@ class LabkitGroup(ProcessGroup):
         self.shutdown(_LAST_PATIENCE_S)
 
 
-def _method(prepare: Callable[..., Call]) -> Callable[..., Work]:
+def _method(name: str, prepare: Callable[..., Call]) -> Callable[..., Work]:
     """Return a method of ``LabkitGroup`` that checks its arguments, and queues the collective."""
 
     def method(self: LabkitGroup, *args: Any, **options: Any) -> Work:
         return self._queue(prepare(self._comm("collectives"), *args, **options))
 
+    method.__name__ = name
+    method.__doc__ = prepare.__doc__
     return method
 
 
 for _name, _prepare in METHODS.items():
-    setattr(LabkitGroup, _name, _method(_prepare))
+    setattr(LabkitGroup, _name, _method(_name, _prepare))
 
 _live: weakref.WeakSet[LabkitGroup] = weakref.WeakSet()
 # A forked child is not a rank: its exit must not end the queues of the rank.

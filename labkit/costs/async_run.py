@@ -74,7 +74,8 @@ def simulate(
         arrival_s, sender = heapq.heappop(coming)
         arrived_s[sender] = arrival_s
         if arrival_s > now_s:
-            spans.append(Span(0, "wait", now_s, arrival_s, peer=sender))
+            # For whoever comes first, as in a real run: without a peer.
+            spans.append(Span(0, "wait", now_s, arrival_s))
             now_s = arrival_s
         tracker.push(sender)
         while (chosen := tracker.next_worker()) is not None:

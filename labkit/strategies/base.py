@@ -237,3 +237,12 @@ class Strategy:
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that require a gradient; a tied one comes once."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def make_dense(parameter: Tensor) -> None:
+    """Replace the gradient that a layer with ``sparse=True`` computes by a dense one.
+
+    An optimizer skips weight decay and momentum of rows that a sparse gradient does not have.
+    """
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()

@@ -38,7 +38,7 @@ from labkit.collectives import (
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.work import Work, work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
-from labkit.strategies.base import MakeOptimizer, trained_parameters
+from labkit.strategies.base import MakeOptimizer, make_dense, trained_parameters
 from labkit.strategies.flat_tensors import views_of
 from labkit.strategies.local_sgd import LocalSGD, OuterStep
 from labkit.strategies.on_shares import OnShares
@@ -116,9 +116,8 @@ class NaiveDDP(nn.Module):
 
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            # As nn.Embedding(sparse=True) computes it; a sum over ranks is not sparse for long.
-            parameter.grad = parameter.grad.to_dense()
+        # A sum over ranks is not sparse for long.
+        make_dense(parameter)
         if self._synchronises:
             self._on_begin()
             self._in_backward = True

@@ -24,7 +24,7 @@ from labkit.collectives import (
     fast_ring_all_reduce,
 )
 from labkit.engine.comm.comm import Comm
-from labkit.strategies.base import trained_parameters
+from labkit.strategies.base import make_dense, trained_parameters
 from labkit.strategies.flat_tensors import flatten, views_of
 
 
@@ -41,6 +41,8 @@ class LocalSGD:
         self.trained = trained_parameters(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
+        for parameter in self.trained:
+            parameter.register_post_accumulate_grad_hook(make_dense)
         if outer_step is not None:
             outer_step.begin(flatten(self.trained))
 

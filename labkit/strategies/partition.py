@@ -21,7 +21,7 @@ class Partition:
 
     Attributes:
         bounds: by stage, its layers (start, end), end excluded.
-        first_trained: the first stage that trains anything.
+        first_trained: the first stage that trains anything; their number if none does.
         rank_of: by name of a parameter or buffer, the rank that has it.
         tied: by name of a trained parameter that several ranks' layers share, these ranks.
     """
@@ -52,7 +52,7 @@ class Partition:
                     trained_stages.append(stage)
                 for key in layer.state_dict():
                     self.rank_of[f"{name}.{key}"] = rank
-        self.first_trained = trained_stages[0]
+        self.first_trained = min(trained_stages, default=self.num_stages)
         self.tied = self._find_tied(layers_by_rank)
         self._boundaries: dict[tuple[Any, ...], list[Tensor]] = {}
 

@@ -1,5 +1,7 @@
 """What strangers bring: equal to one device, or refused in a sentence before training."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,15 @@ def test_it_trains_as_on_one_device(model, data, techniques):
     for strategy, options in techniques:
         found = train_with(strategy, **settings, **options).state
         assert largest_difference(found, one) < 1e-10, strategy
+
+
+@pytest.mark.fresh
+def test_local_averages_after_each_update_decay_sparse_weights_as_ddp_does():
+    decayed = partial(torch.optim.SGD, lr=0.1, weight_decay=0.1)
+    settings = SMALL | {"model": sparse, "dataset": tokens, "optimizer": decayed}
+    ddp = train_with("ddp", **ON_TWO, **settings).state
+    averaged = train_with("ddp", average_every=1, **ON_TWO, **settings).state
+    assert largest_difference(averaged, ddp) < 1e-10
 
 
 @pytest.mark.fresh
