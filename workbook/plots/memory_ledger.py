@@ -50,7 +50,7 @@ def memory_ledger(
         bars.append((number, "predicted", group, ledger))
         ticks.append(number)
         model_bytes = sum(ledger.values())
-        totals.append(f"{group} {shown(model_bytes)}")
+        totals.append(f"{group} ({shown(model_bytes)})")
         if group in held:
             bars.append((number + 0.36, "held", group, held[group]))
             ticks[-1] = number + 0.18
@@ -79,7 +79,9 @@ def memory_ledger(
     axes.margins(y=0.12)
     kinds = _kinds_of([ledger for *_, ledger in bars])
     add_legend(figure, [swatch(_name(kind), LEDGER[kind], not held) for kind in kinds])
-    caption = joined(f"By the formula {', '.join(totals)}.", ratio_words(ratios, "hatched"))
+    caption = joined(
+        f"Predicted for one rank: {'; '.join(totals)}.", ratio_words(ratios, "hatched")
+    )
     return CaptionedFigure(figure, alt=f"Stacked bars. {'; '.join(parts)}.", caption=caption)
 
 
