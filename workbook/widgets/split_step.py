@@ -16,6 +16,32 @@ from labkit.units import format_bytes, format_number, format_seconds, second_uni
 Bar = tuple[str, float, float]
 
 
+def cuts_words(split_points: Sequence[int]) -> str:
+    """``cut before layers 10, 17``."""
+    layers = "layers" if len(split_points) > 1 else "layer"
+    return f"cut before {layers} {', '.join(map(str, split_points))}"
+
+
+def split_caption(predicted: SplitModel, measured: MeasuredSplit | None) -> str:
+    """The predicted step of a split, and the measured one."""
+    hops_s = sum(predicted.hop_s) + sum(predicted.backward_hop_s)
+    stages_s = list(map(add, predicted.forward_s, predicted.backward_s))
+    largest_s = max(stages_s)
+    text = (
+        f"Predicted: the step takes {format_seconds(predicted.step_s)}, with "
+        f"{format_seconds(hops_s)} of hops. The largest stage is stage "
+        f"{stages_s.index(largest_s)} with {format_seconds(largest_s)}; stages are idle for "
+        f"{predicted.bubble:.0%} of the step."
+    )
+    if measured is None:
+        return text
+    step_s = median(measured.step_s)
+    return (
+        f"{text} Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
+        f"prediction (median of {len(measured.step_s)} steps)."
+    )
+
+
 def layer_data(profile: Profile) -> list[dict[str, Any]]:
     """The layers of the row: widths in seconds, heights in bytes."""
     return [
