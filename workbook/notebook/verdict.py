@@ -110,7 +110,9 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     if not close:
         return Verdict(f"Fastest: {first}, {', '.join(ahead)}.", ratios[slower[0]])
     ratio = ratios[close[0]]
-    spread = f"{close[0]} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
+    spread = ratio.spread
+    if ratio.repeats:
+        spread = f"{close[0]} / {first}: {spread}"
     text = f"Cannot be told apart: {' and '.join([first, *close])} ({spread})."
     if ahead:
         text += f" {first} was {', '.join(ahead)}."
@@ -124,7 +126,9 @@ def race(
 
     The clock is that of its epochs.
     """
-    goal = f"{accuracy:.0%}" if accuracy is not None else f"loss {loss}"
+    goal = f"loss {loss}"
+    if accuracy is not None:
+        goal = f"{accuracy:.0%}"
     reached = {}
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
@@ -221,13 +225,23 @@ def _ratio(slower: Times, quicker: Times) -> Ratio:
     quicker_s = _seconds(quicker)
     count = len(slower_s)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)
-    if count == len(quicker_s) and not are_runs:
-        repeats = _counted(count, "pair") if count > 1 else ""
+    are_as_many = count == len(quicker_s)
+    if are_runs:
+        noun = "epoch"
+        after = ", after the first"
+    else:
+        noun = "repeat"
+        after = ""
+    if not are_as_many:
+        repeats = f"{count} and {format_count(len(quicker_s), noun)}{after}"
+    elif count == 1:
+        repeats = ""
+    elif are_runs:
+        repeats = f"{_counted(count, noun)} of each{after}"
+    else:
+        repeats = _counted(count, "pair")
+    if are_as_many and not are_runs:
         return Ratio(*_middle(list(map(truediv, slower_s, quicker_s))), repeats)
-    noun, after = ("epoch", ", after the first") if are_runs else ("repeat", "")
-    repeats = f"{count} and {format_count(len(quicker_s), noun)}{after}"
-    if count == len(quicker_s):
-        repeats = f"{_counted(count, noun)} of each{after}" if count > 1 else ""
     low, median, high = _middle(slower_s)
     quicker_low, quicker_median, quicker_high = _middle(quicker_s)
     return Ratio(low / quicker_high, median / quicker_median, high / quicker_low, repeats)

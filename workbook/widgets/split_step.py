@@ -44,19 +44,22 @@ def split_caption(predicted: SplitModel, measured: MeasuredSplit | None) -> str:
 
 def layer_data(profile: Profile) -> list[dict[str, Any]]:
     """The layers of the row: widths in seconds, heights in bytes."""
-    return [
-        {
-            "name": layer.name,
-            "seconds": layer.forward_s + layer.backward_s,
-            "bytes": layer.output_bytes,
-            "sends": format_bytes(layer.output_bytes),
-            "words": f"layer {index}, {layer.name}: forward {format_seconds(layer.forward_s)}, "
-            f"backward {format_seconds(layer.backward_s)}, output "
-            f"{format_bytes(layer.output_bytes)}, parameters "
-            f"{format_bytes(layer.parameter_bytes)}",
-        }
-        for index, layer in enumerate(profile.layers)
-    ]
+    layers = []
+    for index, layer in enumerate(profile.layers):
+        sends = format_bytes(layer.output_bytes)
+        words = f"layer {index}, {layer.name}: forward {format_seconds(layer.forward_s)}, "
+        words += f"backward {format_seconds(layer.backward_s)}, output {sends}, "
+        words += f"parameters {format_bytes(layer.parameter_bytes)}"
+        layers.append(
+            {
+                "name": layer.name,
+                "seconds": layer.forward_s + layer.backward_s,
+                "bytes": layer.output_bytes,
+                "sends": sends,
+                "words": words,
+            }
+        )
+    return layers
 
 
 def step_data(
@@ -92,8 +95,10 @@ def ticks(end_s: float) -> list[tuple[float, str]]:
     scale, unit = second_unit(end_s)
     marks = []
     for value in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0, end_s / scale):
-        if 0 <= value <= end_s / scale:
-            marks.append((value * scale, format_number(value) if value else f"0 {unit}"))
+        if value == 0:
+            marks.append((0.0, f"0 {unit}"))
+        elif 0 < value <= end_s / scale:
+            marks.append((value * scale, format_number(value)))
     return marks
 
 
@@ -105,8 +110,10 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
         compute_s = list(map(add, source.forward_s, source.backward_s))
         num_bytes = 0
         for hop_bytes, backward_s in zip(source.hop_bytes, split.backward_hop_s):
+            num_bytes += hop_bytes
             # No gradient goes back to stages that train nothing.
-            num_bytes += 2 * hop_bytes if backward_s > 0 else hop_bytes
+            if backward_s > 0:
+                num_bytes += hop_bytes
         return [
             name,
             format_seconds(step_s),
