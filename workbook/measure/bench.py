@@ -203,12 +203,13 @@ def show(
     ``FILE_2_ranks.png`` each.
     """
     shown = []
+    rows: list[dict[str, Any]] = []
     try:
         for result in results:
             print(result, flush=True)
             shown.append(result)
+            rows += result.rows()
     finally:
-        rows = [row for result in shown for row in result.rows()]
         if rows and json_path:
             write(record | {"rows": rows} | machine(), json_path)
         if figure_path:
