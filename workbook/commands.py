@@ -38,7 +38,6 @@ def _add_bench(commands) -> None:
     bench = commands.add_parser("bench", help="measure our all-reduces against gloo and NCCL")
     bench.set_defaults(run=_bench)
     add = bench.add_argument
-    add("name", nargs="?", metavar="NAME", help="all-reduce, the only one")
     ranks = "numbers of ranks, one run each (2,4)"
     add("--world-size", dest="world_sizes", type=_integers, metavar="N,N", help=ranks)
     sizes = "tensor sizes, for example 4KiB,1MiB"

@@ -186,10 +186,17 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
     if layout.interleave > 1:
         held *= 1 + (pp - 1) / (pp * layout.interleave)
     tokens = layout.micro_batch * model.length
+    weights = gradients = states = owned
+    if layout.stage >= 1:
+        states = shard
+    if layout.stage >= 2:
+        gradients = shard
+    if layout.stage == 3:
+        weights = shard
     return {
-        "parameters": _WEIGHT * (shard if layout.stage == 3 else owned),
-        "gradients": _GRADIENT * (shard if layout.stage >= 2 else owned),
-        "optimizer": _OPTIMIZER * (shard if layout.stage >= 1 else owned),
+        "parameters": _WEIGHT * weights,
+        "gradients": _GRADIENT * gradients,
+        "optimizer": _OPTIMIZER * states,
         "activations": tokens * model.width * (held * blocks * kept + again),
     }
 

@@ -78,7 +78,10 @@ class TorchSharded(TorchDDP):
 
         def make(groups: list[dict[str, Any]]) -> Any:
             # It hands on groups, and our optimizers are made of parameters.
-            optimizer = make_optimizer([p for group in groups for p in group["params"]])
+            parameters: list[nn.Parameter] = []
+            for group in groups:
+                parameters += group["params"]
+            optimizer = make_optimizer(parameters)
             if len(optimizer.param_groups) > 1:
                 raise ValueError(
                     "PyTorch's ZeroRedundancyOptimizer wants one group of parameters, and this "

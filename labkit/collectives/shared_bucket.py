@@ -39,7 +39,9 @@ class SharedBucket:
         self._slice_size = -(-num_elements // comm.world_size)
         padded = self._slice_size * comm.world_size
         self._slice_bytes = self._slice_size * dtype.itemsize
-        self._tensors: list[Tensor] = []
+        # By segment of this rank's slice, that segment of each rank's tensor.
+        self._segments: list[tuple[Tensor, ...]] = []
+        blocks: list[Tensor] = []
         is_reachable = comm.transport.shares_memory and not isinstance(comm, SubComm)
         adds_in_place = Reduction.of("sum", torch.empty(0, dtype=dtype)).accumulate_dtype == dtype
         if is_reachable and adds_in_place and comm.world_size > 1 and device.type == "cpu":
@@ -49,18 +51,24 @@ class SharedBucket:
                 comm.session.joint_operation("shared_bucket"),
             ):
                 blocks = comm.transport.share(max(1, padded * dtype.itemsize)) or []
-            self._tensors = [block[: padded * dtype.itemsize].view(dtype) for block in blocks]
-        if self._tensors:
-            self.flat = self._tensors[comm.rank]
-        else:
+        if not blocks:
             self.flat = torch.zeros(padded, dtype=dtype, device=device)
+            return
+        tensors = [block[: padded * dtype.itemsize].view(dtype) for block in blocks]
+        self.flat = tensors[comm.rank]
+        start = comm.rank * self._slice_size
+        segments_by_rank = []
+        for tensor in tensors:
+            values = tensor[start : start + self._slice_size]
+            segments_by_rank.append(split_segments(values, SEGMENT_BYTES // dtype.itemsize))
+        self._segments = list(zip(*segments_by_rank))
 
     def all_reduce(self, comm: Comm, op: str = "sum") -> None:
         """Reduce ``flat`` over all ranks, in place: 2 (P - 1) messages, 2 (P - 1) / P S bytes.
 
         Between ranks that share memory there are two steps. Errors as ``ring_all_reduce``.
         """
-        if not self._tensors:
+        if not self._segments:
             fast_ring_all_reduce(comm, self.flat, op)
             return
         reduction = Reduction.of(op, self.flat)
@@ -76,25 +84,16 @@ class SharedBucket:
                     sent.count(self._slice_bytes, begins_message=True)
                     sent.count(self._slice_bytes, begins_message=True)
             barrier()
-            self._reduce_slice(comm.rank, reduction)
+            for segments in self._segments:
+                total = segments[comm.rank]
+                partial = segments[0]
+                # This rank's own values may be needed until the last addition.
+                scratch = torch.empty_like(total)
+                for number, segment in enumerate(segments[1:], start=2):
+                    out = total if number == len(segments) else scratch
+                    partial = reduction.combine(partial, segment, out)
+                reduction.finish(total, len(segments))
+                for segment in segments:
+                    if segment is not total:
+                        segment.copy_(total)
             barrier()
-
-    def _reduce_slice(self, owner: int, reduction: Reduction) -> None:
-        """Reduce slice ``owner`` of all ranks, in the order of the ranks, into each of them."""
-        start = owner * self._slice_size
-        segments_by_rank = []
-        for tensor in self._tensors:
-            values = tensor[start : start + self._slice_size]
-            segments_by_rank.append(split_segments(values, SEGMENT_BYTES // values.itemsize))
-        for segments in zip(*segments_by_rank):
-            total = segments[owner]
-            partial = segments[0]
-            # The owner's own values may be needed until the last addition.
-            scratch = torch.empty_like(total)
-            for number, segment in enumerate(segments[1:], start=2):
-                out = total if number == len(segments) else scratch
-                partial = reduction.combine(partial, segment, out)
-            reduction.finish(total, len(segments))
-            for segment in segments:
-                if segment is not total:
-                    segment.copy_(total)

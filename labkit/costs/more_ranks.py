@@ -54,7 +54,10 @@ def on_ranks(trace: Trace, num_ranks: int, network: Network | None) -> Lanes:
     new_lanes: Lanes = {}
     for rank, (start, end) in enumerate(chunk_bounds(batch_size, num_ranks)):
         template = rank % old_ranks
-        recorded = {lane: steps for (owner, lane), steps in lanes.items() if owner == template}
+        recorded = {}
+        for (owner, lane), steps in lanes.items():
+            if owner == template:
+                recorded[lane] = steps
         ratios = dict.fromkeys(STEP_KINDS, (end - start) / samples[template])
         if technique == "sharded":
             # Each rank updates its part of the parameters.

@@ -36,27 +36,25 @@ def predicted_slots(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     hop_s: Sequence[float] | None = None,
-    weight_s: Sequence[float] | None = None,
 ) -> list[Slot]:
     """Run every action as early as possible: in its rank's order, once its inputs have arrived.
 
     A forward needs the same micro-batch's forward on the stage before. A backward, or its
     gradient of the input, needs its own forward, and the same of the stage after; a gradient of
-    the weights needs that of the input. A transfer takes time and occupies no rank.
+    the weights needs that of the input. Each of the two takes half of a backward. A transfer
+    takes time and occupies no rank.
 
     Args:
         streams: by rank, its actions in order (``pipeline.pipeline_streams``); frozen first
             stages have no backwards. ValueError for one that can never finish.
         forward_s, backward_s: by stage, seconds for one micro-batch.
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
-        weight_s: by stage, the part of ``backward_s`` for the weights; by default one half.
     """
     num_ranks = len(streams)
     hop_s = hop_s or [0.0] * (len(forward_s) - 1)
-    weight_s = weight_s or [seconds / 2 for seconds in backward_s]
-    input_s = [seconds - weight for seconds, weight in zip(backward_s, weight_s)]
+    half_s = [seconds / 2 for seconds in backward_s]
     seconds = {"forward": forward_s, "backward": backward_s}
-    seconds |= {"backward_input": input_s, "backward_weight": weight_s}
+    seconds |= {"backward_input": half_s, "backward_weight": half_s}
     slots: list[list[Slot]] = [[] for _ in streams]
     # By kind, stage and micro-batch; the gradient of a stage's input is always a "backward".
     ends_s: dict[tuple[str, int, int], float] = {}

@@ -137,12 +137,15 @@ def _read_facts(path: Path) -> Facts:
         raise ValueError(f"its format is {number}, and this version of labkit reads {FORMAT}")
     facts = Facts(**values)
     has_types = all(isinstance(values[f.name], f.type) for f in fields(Facts))  # type: ignore
+    numbers: list[object] = []
+    for row in facts.rows:
+        numbers += row.values()
     if not (
         has_types
         and facts.files
         and facts.step >= 0
         and len(facts.rows) == facts.epoch
-        and all(isinstance(number, float) for row in facts.rows for number in row.values())
+        and all(isinstance(number, float) for number in numbers)
     ):
         raise ValueError(f"{FACTS} does not describe this checkpoint")
     return facts

@@ -66,12 +66,15 @@ def parse_link(text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for word in parse_names(text) or ("",):
         match = re.fullmatch(r"([0-9]+\.?[0-9]*(?:e[-+]?[0-9]+)?) ?(.*)", word)
-        number, unit = match.groups() if match else ("", "")
+        number = unit = ""
+        if match:
+            number, unit = match.groups()
         if unit == "per host" and number.isdecimal():
             options["ranks_per_host"] = int(number)
+        elif unit in _LINK_UNITS and "/" in unit:
+            options["bandwidth_bytes_per_s"] = float(number) * _LINK_UNITS[unit]
         elif unit in _LINK_UNITS:
-            name = "bandwidth_bytes_per_s" if "/" in unit else "latency_s"
-            options[name] = float(number) * _LINK_UNITS[unit]
+            options["latency_s"] = float(number) * _LINK_UNITS[unit]
         else:
             raise ValueError(
                 f"link must be LATENCY,BANDWIDTH, as in 10ms,100MB/s; for hosts ,2 per host; got "
@@ -312,7 +315,7 @@ class RunConfig:
 
 
 # Options of some techniques only, beside the settings of all techniques.
-OPTIONS = tuple(one.name for one in fields(RunConfig) if "of_technique" in one.metadata)
+OPTIONS = tuple(option.name for option in fields(RunConfig) if "of_technique" in option.metadata)
 # Settings that make a layout; the others are the same in all layouts of one run.
 LAYOUT = ("strategy", "world_size", "builtin", "hosts", *OPTIONS)
 _CHOICES = {
@@ -332,7 +335,8 @@ def type_of(setting: Any) -> type:
 def _check(name: str, kind: type, value: Any) -> None:
     """Refuse a value of another type, outside its limits, or that is no choice."""
     if kind is int:
-        check_integer(name, value, least=0 if name in ("seed", "max_staleness") else 1)
+        may_be_0 = name in ("seed", "max_staleness")
+        check_integer(name, value, least=int(not may_be_0))
     elif kind is float:
         check_number(name, value, 0, MOST)
     elif not isinstance(value, kind) or (value == "" and name != "split_points"):

@@ -54,8 +54,10 @@ class Difference:
     cause: str
 
     def __str__(self) -> str:
-        noun = "output" if self.phase == "forward" else self.phase
-        if self.phase == "parameter" and self.factor is not None:
+        noun = self.phase
+        if self.phase == "forward":
+            noun = "output"
+        elif self.phase == "parameter" and self.factor is not None:
             noun = "change"
         holder = f"on rank {self.rank}"
         if self.rank is None:
@@ -317,7 +319,8 @@ def _described(
                 others = _differences(others, b_before.sums)
     tolerance = _tolerance(a, b)
     is_exact = tolerance < 1e-6
-    factor = factor_of(sums, others, 1e-6 if is_exact else 2e-2)
+    slack = 1e-6 if is_exact else 2e-2
+    factor = factor_of(sums, others, slack)
     agree = True
     if rank is not None:
         replicas = list(second.parts(key).values())

@@ -92,7 +92,8 @@ def fit(
     del model
     run = _Run(config, work, strategy, run_identity, start, verbose and comm.rank == 0)
     progress = run.progress
-    with on_sigterm(run.stop.set if run.checkpoints else None):
+    end_early = run.stop.set if run.checkpoints else None
+    with on_sigterm(end_early):
         if isinstance(strategy, AsyncParameterServer):
             run.train_at_own_pace(strategy, memory)
         while progress.epoch < config.epochs:

@@ -125,8 +125,10 @@ def try_optimizer(
     given = trained_parameters(model)
     with seeded(seed):
         optimizer = _made(name, make, given)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = held & {id(parameter) for parameter in given}
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    known = held.intersection(map(id, given))
     if not known or held - known:
         raise ValueError(
             f"optimizer {name} holds {len(held)} parameters, of which {len(known)} are among the "
@@ -252,8 +254,9 @@ def _updated(
     changed += sorted(_objects(optimizer) - objects_before)
     if is_saved:
         for entries in optimizer.state.values():
-            for key, value in entries.items() if isinstance(entries, dict) else ():
-                as_tensor(f"{name}/{key}", value)
+            if isinstance(entries, dict):
+                for key, value in entries.items():
+                    as_tensor(f"{name}/{key}", value)
     if is_saved and changed:
         raise ValueError(
             f"optimizer {name} changes {changed[0]} in a step, and a checkpoint would not hold "

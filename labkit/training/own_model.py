@@ -101,13 +101,18 @@ def note_on_unused(
         except Exception:
             # The trial has said what the model does not take; some cannot do this in evaluation.
             return ""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel()]
-    names = [name for name, parameter in trained if parameter.grad is None]
+    num_trained = 0
+    names = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            num_trained += 1
+            if parameter.grad is None:
+                names.append(name)
     model.zero_grad()
-    if not names or len(names) == len(trained):
+    if not names or len(names) == num_trained:
         return ""
     return (
-        f"{len(names)} of {len(trained)} parameters, {names[0]} first, get no gradient from the "
+        f"{len(names)} of {num_trained} parameters, {names[0]} first, get no gradient from the "
         "first sample. Here that counts as zeros, and weight decay and momentum still move the "
         "parameter; PyTorch's optimizers leave it as it is. Next step: freeze what is never used."
     )

@@ -166,7 +166,8 @@ class _Steps:
     def note_inputs(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         # What has been drawn before, for the data, is not the model's.
         self.random_state = None
-        self.note("inputs", inputs[0] if inputs else None)
+        if inputs:
+            self.note("inputs", inputs[0])
 
     def note_output(self, module: nn.Module, _: Any, outputs: Any) -> None:
         self.has_drawn = self.has_drawn or self.random_state != random_checksum()
@@ -181,8 +182,11 @@ class _Steps:
 
     def before_update(self, *_: Any) -> None:
         for entries in self.outputs_of.values():
-            # Micro-batches as one batch.
-            self.recorder.write(together(entries) if len(entries) > 1 else entries[0])
+            entry = entries[0]
+            if len(entries) > 1:
+                # Micro-batches as one batch.
+                entry = together(entries)
+            self.recorder.write(entry)
         self.outputs_of.clear()
         for name, parameter in reversed(self.parameters.items()):
             gradient = parameter.grad

@@ -103,11 +103,16 @@ def train_run(
     if strategy.traits.in_one_process:
         num_ranks = 1
         devices = str(strategy.devices[0])
-    passes_sigterm_on = config.checkpoint_dir is not None and not is_one_of_several
+    at_sigterm = None
+    if config.checkpoint_dir is not None and not is_one_of_several:
+        at_sigterm = _end_ranks
+    may_lose = range(0)
+    if strategy.traits.survives_lost_workers:
+        may_lose = range(1, num_ranks)
     try:
         if config.hosts is None:
             warm_up()
-        with on_sigterm(_end_ranks if passes_sigterm_on else None):
+        with on_sigterm(at_sigterm):
             result = run(
                 *(fit, config, strategy, verbose, own_parts, start, data),
                 world_size=num_ranks,
@@ -116,7 +121,7 @@ def train_run(
                 hosts=config.hosts,
                 timeout_s=timeout_s,
                 link=link,
-                may_lose=range(1, num_ranks) if strategy.traits.survives_lost_workers else (),
+                may_lose=may_lose,
             )
     except WorkerError as error:
         _, mark, message = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")
@@ -251,12 +256,13 @@ def _gather(config: RunConfig, strategy: Strategy, result: RunResult, note: str)
         seconds = trace.seconds_by_kind()
     bytes_sent = messages = None
     if first.bytes_sent is not None:
-        bytes_sent = []
-        messages = []
-        for report in result.values:
-            # A rank that was lost has sent nothing that is known.
-            bytes_sent.append(report.bytes_sent if report else 0)
-            messages.append(report.messages if report else 0)
+        # A rank that was lost has sent nothing that is known.
+        bytes_sent = [0] * len(result.values)
+        messages = [0] * len(result.values)
+        for rank, report in enumerate(result.values):
+            if report is not None:
+                bytes_sent[rank] = report.bytes_sent
+                messages[rank] = report.messages
     num_ranks = len(result.values)
     names = ("strategy", "builtin", "batch_size", "compress", "sync_batch_norm", "average_every")
     about = {name: getattr(config, name) for name in names}

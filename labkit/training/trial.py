@@ -41,7 +41,8 @@ def try_out(
         ValueError: model and loss do not take the samples, or would not equal one device; the
             message, with the loss's ``name``, says what to do.
     """
-    inputs, targets = _draw(train, seed, _FEW if loss.classes else _ENOUGH)
+    count = _FEW if loss.classes else _ENOUGH
+    inputs, targets = _draw(train, seed, count)
     vocabulary: list[int] = []
     note_tokens = _note_tokens(inputs, vocabulary)
     hooks = []
@@ -208,7 +209,8 @@ def _check_kind(returned: Any, count: int) -> None:
 def _divisions(count: int, seed: int) -> Iterator[list[Tensor]]:
     """Numbers of samples, divided in two or three at random; then one by one."""
     generator = torch.Generator().manual_seed(seed)
-    for turn in range(_DIVISIONS if count > 1 else 0):
+    num_turns = _DIVISIONS if count > 1 else 0
+    for turn in range(num_turns):
         order = torch.randperm(count, generator=generator)
         size = count
         if turn > 0:

@@ -54,9 +54,12 @@ NOTHING = Own()
 
 def take_own(settings: dict[str, Any]) -> tuple[Own, dict[str, Any]]:
     """Separate own objects from the settings, in which names such as ``MyNet (own)`` stand."""
-    parts = {name: settings[name] for name in PARTS if name in settings}
-    parts = {name: part for name, part in parts.items() if not isinstance(part, str)}
-    names = {name: f"{name_of(part)} (own)" for name, part in parts.items()}
+    parts = {}
+    names = {}
+    for name in PARTS:
+        if name in settings and not isinstance(settings[name], str):
+            parts[name] = settings[name]
+            names[name] = f"{name_of(settings[name])} (own)"
     return Own(**parts), settings | names
 
 

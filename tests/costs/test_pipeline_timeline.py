@@ -57,11 +57,11 @@ def test_the_bubbles_of_the_papers(num_ranks):
     """Idle are (P - 1) (F + B - W) of the zero-bubble paper, and (P - 1) (F + B) / V."""
     for count in (4, 8, 12):
         streams = pipeline_streams("zero_bubble", num_ranks, count)
-        equal = [[seconds] * num_ranks for seconds in (2.0, 5.0)]
-        idle_s = (num_ranks - 1) * (2 + 3.5 - 1.5)
-        slots = predicted_slots(streams, *equal, weight_s=[1.5] * num_ranks)
+        equal = [[seconds] * num_ranks for seconds in (2.0, 4.0)]
+        idle_s = (num_ranks - 1) * (2 + 2 - 2)
+        slots = predicted_slots(streams, *equal)
         if count >= 2 * num_ranks:
-            assert max(s.end_s for s in slots) == pytest.approx(count * 7 + idle_s)
+            assert max(s.end_s for s in slots) == pytest.approx(count * 6 + idle_s)
         for chunks in (2, 3):
             streams = pipeline_streams("interleaved", num_ranks, count, 0, chunks)
             short = [[seconds] * num_ranks * chunks for seconds in (2.0, 4.0)]

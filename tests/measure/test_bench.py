@@ -34,7 +34,7 @@ def by_contender(rows):
 @pytest.mark.slow
 def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
     """A wrong sum would fail the run: each turn's result is checked on every rank."""
-    words = ["all-reduce", "--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
+    words = ["--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
     found = rows_of(tmp_path, *words)
     names = {"fast", "direct", "fast ring", "ring", "tree", "naive"}
     names |= {"ring over gloo", "gloo", "labkit backend", "in place", "copy (limit)"}
@@ -94,10 +94,9 @@ def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["all-reduce", "--sizes", "10"], "10 bytes do not divide into float32"),
+        (["--sizes", "10"], "10 bytes do not divide into float32"),
         (["--world-size", "1"], "the world size of a bench must be an integer from 2 up"),
-        (["all-reduce", "--figure", "x.gif"], "a figure is saved as .png or .svg"),
-        (["ddp"], "unknown bench 'ddp'"),
+        (["--figure", "x.gif"], "a figure is saved as .png or .svg"),
     ],
 )
 def test_errors_of_use_are_one_line_and_exit_2(words, message, refused):

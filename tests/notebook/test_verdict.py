@@ -108,16 +108,17 @@ def test_the_fastest_and_those_that_cannot_be_told_apart():
 
 
 def test_many_repeats_are_compared_by_their_quartiles():
-    assert verdict.speedup([2.0] * 7 + [0.1], [1.0] * 8, ranks=2).ratio.is_larger
+    with_outlier = {"two seconds": [2.0] * 7 + [0.1], "one second": [1.0] * 8}
+    assert verdict.faster(with_outlier).ratio.is_larger
     seconds = {name: 10 * seconds for name, seconds in PIPELINES.items()}
     assert "in the middle half of 50 pairs" in str(verdict.faster(seconds))
 
 
 def test_pairs_leave_out_what_changed_between_them():
-    ratio = verdict.speedup([2.0, 20.0, 200.0], [1.0, 10.0, 100.0], ranks=2).ratio
+    ratio = verdict.faster({"one": [2.0, 20.0, 200.0], "other": [1.0, 10.0, 100.0]}).ratio
     assert (ratio.low, ratio.median, ratio.high) == (2, 2, 2)
-    for single, many in (([2.0, 20.0], [1.0, 10.0, 1.0]), ([2.0], [1.0])):
-        assert verdict.speedup(single, many, ranks=2).ratio.is_larger is None
+    for one, other in (([2.0, 20.0], [1.0, 10.0, 1.0]), ([2.0], [1.0])):
+        assert verdict.faster({"one": one, "other": other}).ratio.is_larger is None
 
 
 def test_a_race_to_an_accuracy():
@@ -142,8 +143,8 @@ def test_a_measurement_and_its_model():
     )
     unsure = verdict.against_model([0.000114, 0.00404, 0.074], 0.000271)
     assert str(unsure).endswith("the repeats differ too much to compare the two.")
-    differ = verdict.against_model(PIPELINES["labkit gpipe"], 1.2, run=limited("bubble"))
-    assert "measured is 1.46 times the formula. The bubble limited the run" in str(differ)
+    differ = verdict.against_model(PIPELINES["labkit gpipe"], 1.2)
+    assert str(differ).endswith("measured is 1.46 times the formula.")
 
 
 def test_how_much_communication_there_was_and_what_computing_hid():

@@ -1,5 +1,7 @@
 """What the tests of figures draw, and how they read a figure."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from labkit.engine.tracing import Span, Trace
@@ -16,6 +18,7 @@ EPOCHS = [
     {"loss": 2.0, "test_accuracy": 0.25, "seconds": 3.0},
     {"loss": 1.0, "test_accuracy": 0.75, "seconds": 2.0},
 ]
+RUN = SimpleNamespace(epochs=EPOCHS, bytes_sent=[1_000_000, 6_000_000])
 # (worker, staleness) of each update.
 UPDATES = [[1, 0], [2, 1], [1, 1], [3, 3], [1, 0]]
 

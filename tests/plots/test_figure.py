@@ -7,12 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import matplotlib as mpl
 import pytest
 from matplotlib.figure import Figure
-from parts import EPOCHS, TRACE, UPDATES
+from parts import RUN, TRACE, UPDATES
 from PIL import Image
-from splits import LINK, PROFILE
 
 from labkit.costs.pipeline_timeline import predicted_slots
-from labkit.costs.planner import predict_split
 from labkit.engine.tracing import Span, Trace
 from labkit.schedules.pipeline import Action
 from workbook import plots
@@ -34,11 +32,10 @@ MAKE_FIGURE = {
     "bucket_overlap": lambda: plots.bucket_overlap(25, 4),
     "staleness_histogram": lambda: plots.staleness_histogram(UPDATES, bound=5),
     "staleness_model": lambda: plots.staleness_model(3, 4, 5),
-    "learning_curves": lambda: plots.learning_curves({"single": EPOCHS}),
+    "learning_curves": lambda: plots.learning_curves({"ring": RUN}),
     "bars": lambda: plots.bars(
         {"ring": {"measured": 1, "predicted": 2}}, quantity="time", unit="s"
     ),
-    "split_costs": lambda: plots.split_costs(PROFILE, predict_split(PROFILE, (3,), LINK)),
     "pipeline_timetable": lambda: plots.pipeline_timetable(predicted_slots([STREAM], [1], [2])),
     "pipeline_timeline": lambda: plots.pipeline_timeline(STAGE, [STREAM]),
     "step_by_micro_batches": lambda: plots.step_by_micro_batches(MICRO),

@@ -1,11 +1,10 @@
 """Figures of models that have sliders on a page, of rings, bars, and learning curves."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 from matplotlib.colors import to_hex
-from parts import EPOCHS, UPDATES, bars_of, spans_of
+from parts import RUN, UPDATES, bars_of, spans_of
 
 from labkit.costs.async_run import simulate
 from labkit.units import format_seconds
@@ -114,12 +113,11 @@ class TestMemoryLedger:
 
 class TestLearningCurves:
     def test_curves_are_the_epochs_by_epoch_and_by_second(self):
-        grid = plots.learning_curves({"single": EPOCHS}).figure.axes
+        grid = plots.learning_curves({"ring": RUN}).figure.axes
         lines = [axes.lines[0].get_xydata().tolist() for axes in grid]
         assert lines[:2] == [[[1, 2], [2, 1]], [[3, 2], [5, 1]]]
         assert lines[2:] == [[[1, 25], [2, 75]], [[3, 25], [5, 75]]]
 
     def test_an_axis_may_be_what_the_busiest_rank_has_sent(self):
-        run = SimpleNamespace(epochs=EPOCHS, bytes_sent=[1_000_000, 6_000_000])
-        axes = plots.learning_curves({"ring": run}, by=("second", "megabyte")).figure.axes[1]
+        axes = plots.learning_curves({"ring": RUN}, by=("second", "megabyte")).figure.axes[1]
         assert axes.lines[0].get_xydata().tolist() == [[3, 2], [6, 1]]

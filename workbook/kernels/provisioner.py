@@ -149,5 +149,7 @@ class WarmProvisioner(LocalProvisioner):
             # What a Popen inherits, or is asked for.
             out = {None: 1, subprocess.DEVNULL: null}.get(stdout, stdout)
             err = {None: 2, subprocess.DEVNULL: null}.get(stderr, stderr)
-            files = [file if isinstance(file, int) else file.fileno() for file in (null, out, err)]
+            files = []
+            for file in (null, out, err):
+                files.append(file if isinstance(file, int) else file.fileno())
             return await warm.fork(request, files)

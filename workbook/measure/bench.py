@@ -15,7 +15,7 @@ from labkit.costs.link import Link, all_reduce_seconds, crossover_bytes
 from labkit.engine.devices import check_world_size, plan
 from labkit.engine.runtime.launch import run
 from labkit.training.measured import measure_link
-from labkit.units import check_choice, check_integer, format_bytes, format_number, format_seconds
+from labkit.units import check_integer, format_bytes, format_number, format_seconds
 from workbook.measure.all_reduce import LIMIT, Guest, measure
 from workbook.measure.record import Spread, Table, machine, ratios, rounded, write
 from workbook.measure.turns import slowest
@@ -155,7 +155,6 @@ def bench_all_reduce(
 
 
 def main(
-    name: str = "all-reduce",
     world_sizes: Sequence[int] = WORLD_SIZES,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     repeats: int = REPEATS,
@@ -173,7 +172,6 @@ def main(
         ValueError: before anything runs, for settings with which no bench could run.
         OutputError: after the runs, a file could not be written.
     """
-    check_choice("bench", name, ("all-reduce",))
     check_integer("repeats", repeats)
     for world_size in world_sizes:
         check_integer("the world size of a bench", world_size, least=2)
@@ -205,12 +203,13 @@ def show(
     ``FILE_2_ranks.png`` each.
     """
     shown = []
+    rows: list[dict[str, Any]] = []
     try:
         for result in results:
             print(result, flush=True)
             shown.append(result)
+            rows += result.rows()
     finally:
-        rows = [row for result in shown for row in result.rows()]
         if rows and json_path:
             write(record | {"rows": rows} | machine(), json_path)
         if figure_path:

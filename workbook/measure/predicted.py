@@ -115,12 +115,16 @@ def predicted_s(name: str, ranks: int, link: Link = LINK, call_s: float = 0.0) -
     model = StepModel(ranks, link, call_s)
     if name == "ddp":
         return model.ddp_s()
-    if name in ("model_parallel", "pipeline"):
-        return model.stages_s(MICRO_BATCHES if name == "pipeline" else 1)
+    if name == "model_parallel":
+        return model.stages_s(1)
+    if name == "pipeline":
+        return model.stages_s(MICRO_BATCHES)
     if name == "sharded":
         return model.sharded_s()
-    if name in ("tensor_parallel", "mesh"):
-        return model.tensor_parallel_s(ranks if name == "tensor_parallel" else mesh_tp(ranks))
+    if name == "tensor_parallel":
+        return model.tensor_parallel_s(ranks)
+    if name == "mesh":
+        return model.tensor_parallel_s(mesh_tp(ranks))
     num_bytes = model.total_bytes
     workers = max(1, ranks - 1)
     replica_s = 3 * model.blocks_s(SAMPLES / ranks)

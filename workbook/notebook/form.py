@@ -34,10 +34,12 @@ class PredictionForm(ipywidgets.VBox):
 
     def __init__(self, prediction: Any):
         self._prediction = prediction
-        unit = f" ({prediction.unit})" if prediction.unit else ""
+        description = f"Your prediction of {prediction.quantity}"
+        if prediction.unit:
+            description += f" ({prediction.unit})"
         self.field = ipywidgets.Text(
             prediction.text,
-            description=f"Your prediction of {prediction.quantity}{unit}",
+            description=description,
             placeholder="no prediction yet",
             continuous_update=False,
             style={"description_width": "initial"},
@@ -58,7 +60,9 @@ class PredictionForm(ipywidgets.VBox):
         is_locked = prediction.locked_at is not None
         self.field.layout.display = "none" if is_locked else None
         self.again.layout.display = None if is_locked else "none"
-        words = f"Your prediction: {prediction.text}." if prediction.text else ""
+        words = ""
+        if prediction.text:
+            words = f"Your prediction: {prediction.text}."
         if is_locked:
             words = repr(prediction).partition(";")[0]
         elif not problem:

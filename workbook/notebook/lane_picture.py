@@ -4,6 +4,7 @@ A slot is filled from below by the share of its time that each kind of work took
 """
 
 import html
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,7 @@ def draw(
     the bar above them, 0 to 1, or None. ``name`` begins the ids of the hatches, which a whole
     page has in common.
     """
-    styles = styles_of(kind for lane in lanes for kind in lane)
+    styles = styles_of(itertools.chain(*lanes))
     bottom = _TOP + _PITCH * len(lanes)
     parts = [_text(0, 13, head)]
     # The path of all boxes of a kind.

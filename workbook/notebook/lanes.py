@@ -57,7 +57,9 @@ class History:
             # A kind that the board does not know yet has a column with no seconds.
             for column, kind in enumerate(dict.fromkeys([*filter(None, kinds), going])):
                 seconds = rows["kind_s"][:, _MAIN, min(column, KINDS - 1)]
-                going_s = end_s - until_s[-1] if kind == going else 0.0
+                going_s = 0.0
+                if kind == going:
+                    going_s = end_s - until_s[-1]
                 seconds = np.concatenate([[0.0], seconds, [seconds[-1] + going_s]])
                 if kind and seconds[-1] > 0:
                     spent_s = np.diff(np.interp(edges_s, times_s, seconds))

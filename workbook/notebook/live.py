@@ -85,8 +85,10 @@ class LiveRun:
         if self._drawn_s and trace is not None and 0 < len(trace.spans) < 20_000:
             figure = timeline(RunResult([], trace, self._drawn_s, [], []))
             self._cell.show(figure.html(), repr(figure))
+        elif self._drawn_s and trace is None:
+            self._draw(", stopped")
         elif self._drawn_s:
-            self._draw(", stopped" if trace is None else ", ended")
+            self._draw(", ended")
 
     def _draw(self, state: str) -> None:
         rows = self._board.ranks
@@ -118,8 +120,12 @@ class LiveRun:
         # A stage that is not the last has no loss, and reports 0.
         if row["loss"]:
             parts.append(f"loss {row['loss']:.4g}")
-        column, unit = ("samples", "samples/s") if row["samples"] else ("done", "steps/s")
-        rate = self._history.rates(column)[rank]
+        if row["samples"]:
+            rate = self._history.rates("samples")[rank]
+            unit = "samples/s"
+        else:
+            rate = self._history.rates("done")[rank]
+            unit = "steps/s"
         if rate:
             parts.append(f"{format_number(rate)} {unit}")
         return ", ".join(parts)

@@ -147,9 +147,10 @@ class Prediction:
 
     def __repr__(self) -> str:
         begin = f"Your prediction of {self.quantity}:"
+        if self.locked_at is None and self.unit:
+            return f"{begin} {self.text or f'none yet ({self.unit})'}"
         if self.locked_at is None:
-            empty = f"none yet ({self.unit})" if self.unit else "none yet"
-            return f"{begin} {self.text or empty}"
+            return f"{begin} {self.text or 'none yet'}"
         since = datetime.fromisoformat(self.locked_at).astimezone()
         locked = f"locked since it was measured, {since:%Y-%m-%d %H:%M}"
         return f"{begin} {self.text or 'none'}, {locked}; .again() begins a new one"

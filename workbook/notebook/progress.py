@@ -75,7 +75,9 @@ class Progress:
         rows = []
         for page, made in self.predictions:
             measured = made.measured or 0.0
-            ratio = format_number(measured / made.value) if made.value else "–"
+            ratio = "–"
+            if made.value:
+                ratio = format_number(measured / made.value)
             predicted_text = format_value(made.value, made.unit)
             measured_text = format_value(measured, made.unit)
             rows.append([page, made.quantity, predicted_text, measured_text, ratio])
@@ -87,8 +89,9 @@ class Progress:
 
     def _head(self, page: Page) -> str:
         passed = f"{self._passed(page.exercises)} of {len(page.exercises)} passed"
-        mark = " •" if page.name in SHORT_PATH else ""
-        return f"{page.name[:2]} {page.title}: {passed}{mark}".strip()
+        if page.name in SHORT_PATH:
+            passed += " •"
+        return f"{page.name[:2]} {page.title}: {passed}".strip()
 
     def _state(self, name: str) -> str:
         """The mark behind an exercise."""
@@ -124,8 +127,9 @@ class Progress:
                 items.append(f"<li>{text}{html.escape(self._state(name))}</li>")
             head = f"<summary>{html.escape(self._head(page))}</summary>"
             parts.append(f"<details>{head}<ul>{''.join(items)}</ul></details>")
-        table = html_table(_HEADS, self.rows()) if self.predictions else ""
-        return f"{''.join(parts)}{table}<p>{html.escape(' '.join(self.sentences()))}</p>"
+        if self.predictions:
+            parts.append(html_table(_HEADS, self.rows()))
+        return f"{''.join(parts)}<p>{html.escape(' '.join(self.sentences()))}</p>"
 
 
 def progress() -> Progress:
@@ -135,5 +139,7 @@ def progress() -> Progress:
     ``~/.local/share``; ``LABKIT_PROGRESS`` names another file, or is ``off``.
     """
     path, reason = record.progress_file()
-    file_words = f"Kept in {path}." if path else f"Kept only as long as this process: {reason}."
+    file_words = f"Kept only as long as this process: {reason}."
+    if path:
+        file_words = f"Kept in {path}."
     return Progress.of(record.read(), workbook_pages(), file_words)

@@ -40,21 +40,30 @@ class PredictionRow:
         }
 
     def _text(self, name: str, number: float | None) -> str:
-        return f"no {name}" if number is None else format_value(number, self.unit)
+        if number is None:
+            return f"no {name}"
+        return format_value(number, self.unit)
 
     def _ratio(self, number: float | None) -> str:
-        return format_number(self.measured / number) if number else "–"
+        if not number:
+            return "–"
+        return format_number(self.measured / number)
 
     def __repr__(self) -> str:
         cells = self.cells()
         parts = []
         ratios = []
         for name, number in (("prediction", self.prediction), ("formula", self.model)):
-            parts.append(cells[name] if number is None else f"{name} {cells[name]}")
+            if number is None:
+                parts.append(cells[name])
+            else:
+                parts.append(f"{name} {cells[name]}")
             if number:
                 ratios.append(f"{cells[f'× {name}']} × the {name}")
         text = f"{self.quantity}: {', '.join(parts)}, measured {cells['measured']}"
-        return f"{text} ({', '.join(ratios)})" if ratios else text
+        if ratios:
+            text += f" ({', '.join(ratios)})"
+        return text
 
     def _repr_html_(self) -> str:
         return html_table(self.cells(), [self.cells().values()])

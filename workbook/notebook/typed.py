@@ -1,5 +1,6 @@
 """Numbers as people type them, with any unit of the same kind: ``1.5 ms``, ``2e6``, ``3 MiB``."""
 
+import contextlib
 import math
 import re
 from reprlib import repr as shortened
@@ -23,10 +24,10 @@ def parse_typed(text: str, unit: str) -> float:
         ValueError: no number, or a unit of another kind; the message says what to type.
     """
     parts = re.fullmatch(r"([-+0-9.e_]*[0-9.])\s*([^0-9.,]*)", text.strip(" \u00a0~≈").casefold())
-    try:
-        number = float(parts[1]) if parts else math.nan
-    except ValueError:
-        number = math.nan
+    number = math.nan
+    if parts is not None:
+        with contextlib.suppress(ValueError):
+            number = float(parts[1])
     if parts is None or not math.isfinite(number):
         example = "type one such as 1.5, 1000000 or 2e6"
         raise ValueError(f"{shortened(text)} is not one number: {example}")

@@ -14,11 +14,9 @@ from typing import TypeAlias
 
 from labkit.engine.runtime.launch import RunResult
 from labkit.engine.tracing.limits import COMMUNICATE, COMPUTE, state_of
-from labkit.training.measured import MeasuredSplit
 from labkit.training.result import TrainResult
-from labkit.units import as_repeats, format_count, format_number, format_seconds, format_value
+from labkit.units import as_repeats, format_count, format_number, format_seconds
 
-Run: TypeAlias = TrainResult | RunResult | MeasuredSplit
 # A training run (the seconds of its epochs but the first), or repeats in seconds, taken in turns
 # with those that they are compared with, if equally many.
 Times: TypeAlias = TrainResult | float | Iterable[float]
@@ -72,26 +70,26 @@ class Verdict:
         return self.text
 
 
-def speedup(single: Times, many: Times, ranks: int | None = None) -> Verdict:
-    """Say whether several ranks are faster than one device, and how long each of them computed.
+def speedup(single: TrainResult, many: TrainResult) -> Verdict:
+    """Say whether several ranks train faster than one device, and how long each of them computed.
 
-    ``ranks`` may be left out for training runs.
+    A run in one process has replicas, which are its threads, in place of ranks.
     """
     ratio = _ratio(single, many)
+    ranks = many.config.world_size
     crew = "ranks"
-    if isinstance(many, TrainResult):
-        ranks = many.config.world_size
-        if many.config.strategy == "data_parallel":  # threads of one process
-            crew = "replicas"
+    subject = "the average rank"
+    if many.config.strategy == "data_parallel":
+        crew = "replicas"
+        subject = "the main thread"
     text = f"{ranks} {crew} were {ratio} as fast as one device ({ratio.spread})"
     if ratio.is_larger is False:
         slower = Ratio(1 / ratio.high, 1 / ratio.median, 1 / ratio.low, ratio.repeats)
         text = f"{ranks} {crew} took {slower} as long as one device ({slower.spread})"
     if ratio.is_larger is None:
         text += ": this measurement cannot tell them apart"
-    elif isinstance(single, TrainResult) and isinstance(many, TrainResult):
+    else:
         share = f"{_computing_s(many) / _computing_s(single):.0%}"
-        subject = "the average rank" if crew == "ranks" else "the main thread"
         text += f"; in the whole run, {subject} computed {share} as long as one device"
     return Verdict(f"{text}.", ratio)
 
@@ -112,7 +110,9 @@ def faster(times: Mapping[str, Times]) -> Verdict:
     if not close:
         return Verdict(f"Fastest: {first}, {', '.join(ahead)}.", ratios[slower[0]])
     ratio = ratios[close[0]]
-    spread = f"{close[0]} / {first}: {ratio.spread}" if ratio.repeats else ratio.spread
+    spread = ratio.spread
+    if ratio.repeats:
+        spread = f"{close[0]} / {first}: {spread}"
     text = f"Cannot be told apart: {' and '.join([first, *close])} ({spread})."
     if ahead:
         text += f" {first} was {', '.join(ahead)}."
@@ -126,7 +126,9 @@ def race(
 
     The clock is that of its epochs.
     """
-    goal = f"{accuracy:.0%}" if accuracy is not None else f"loss {loss}"
+    goal = f"loss {loss}"
+    if accuracy is not None:
+        goal = f"{accuracy:.0%}"
     reached = {}
     for name, run in runs.items():
         ends_s = accumulate(epoch["seconds"] for epoch in run.epochs)
@@ -150,39 +152,32 @@ def race(
 
 
 def against_model(
-    measured: float | Iterable[float],
-    model: float,
-    unit: str = "s",
-    what: str = "the time",
-    run: Run | None = None,
+    measured_s: float | Iterable[float], model_s: float, what: str = "the time"
 ) -> Verdict:
     """Say whether a measurement agrees with a formula: within 10%, or within the spread.
 
     A formula within a spread of more than a factor of three is neither confirmed nor refuted.
 
     Args:
-        measured: the repeats, in ``unit``.
-        model: what the formula gives, above 0.
+        measured_s: the repeats.
+        model_s: what the formula gives, above 0.
         what: the quantity.
-        run: the run that was measured, to name what limited it where the two differ.
     """
-    repeats = as_repeats(measured)
+    repeats = as_repeats(measured_s)
     low, median, high = _middle(repeats)
-    spread = f"{format_value(low, unit)} to {format_value(high, unit)} in "
+    spread = f"{format_seconds(low)} to {format_seconds(high)} in "
     spread += _counted(len(repeats), "repeat")
     if len(repeats) == 1:
         spread = "measured once"
-    text = f"{what[:1].upper()}{what[1:]} was {format_value(median, unit)} ({spread}), and the "
-    text += f"formula says {format_value(model, unit)}"
-    inside = low <= model <= high
-    if abs(median / model - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
+    text = f"{what[:1].upper()}{what[1:]} was {format_seconds(median)} ({spread}), and the "
+    text += f"formula says {format_seconds(model_s)}"
+    inside = low <= model_s <= high
+    if abs(median / model_s - 1) <= _TOLERANCE or (inside and high <= _WIDE * low):
         return Verdict(f"{text}: they agree.")
     if inside:
         return Verdict(f"{text}: the repeats differ too much to compare the two.")
-    reason = f" {run.explain()}" if run is not None else ""
-    return Verdict(
-        f"{text}: measured is {format_number(median / model)} times the formula.{reason}"
-    )
+    times = format_number(median / model_s)
+    return Verdict(f"{text}: measured is {times} times the formula.")
 
 
 def overlap(run: TrainResult | RunResult) -> Verdict:
@@ -230,13 +225,23 @@ def _ratio(slower: Times, quicker: Times) -> Ratio:
     quicker_s = _seconds(quicker)
     count = len(slower_s)
     are_runs = isinstance(slower, TrainResult) or isinstance(quicker, TrainResult)
-    if count == len(quicker_s) and not are_runs:
-        repeats = _counted(count, "pair") if count > 1 else ""
+    are_as_many = count == len(quicker_s)
+    if are_runs:
+        noun = "epoch"
+        after = ", after the first"
+    else:
+        noun = "repeat"
+        after = ""
+    if not are_as_many:
+        repeats = f"{count} and {format_count(len(quicker_s), noun)}{after}"
+    elif count == 1:
+        repeats = ""
+    elif are_runs:
+        repeats = f"{_counted(count, noun)} of each{after}"
+    else:
+        repeats = _counted(count, "pair")
+    if are_as_many and not are_runs:
         return Ratio(*_middle(list(map(truediv, slower_s, quicker_s))), repeats)
-    noun, after = ("epoch", ", after the first") if are_runs else ("repeat", "")
-    repeats = f"{count} and {format_count(len(quicker_s), noun)}{after}"
-    if count == len(quicker_s):
-        repeats = f"{_counted(count, noun)} of each{after}" if count > 1 else ""
     low, median, high = _middle(slower_s)
     quicker_low, quicker_median, quicker_high = _middle(quicker_s)
     return Ratio(low / quicker_high, median / quicker_median, high / quicker_low, repeats)

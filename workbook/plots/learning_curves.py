@@ -16,8 +16,6 @@ from workbook.plots.figure import (
     add_legend,
     add_title,
     drawn,
-    joined,
-    repeats_words,
 )
 from workbook.plots.palette import SERIES
 
@@ -38,10 +36,9 @@ def learning_curves(
     """Draw loss and held-out accuracy, by epoch and by second of training.
 
     Args:
-        runs: ``{label: run}``. A run is a result that has ``.epochs``, or the epochs themselves:
-            dicts with ``loss``, ``test_accuracy`` (0 to 1) and ``seconds`` (of this epoch alone).
-            A list of such runs is drawn as their medians, with a band that spans all.
-        by: the two axes, also ``megabyte``: what the rank that sends most has sent (results only).
+        runs: ``{label: run}``; a run has ``epochs``, dicts with ``loss``, ``test_accuracy`` (0 to
+            1) and ``seconds`` (of this epoch alone), and ``bytes_sent`` by rank.
+        by: the two axes, also ``megabyte``: what the rank that sends most has sent.
     """
     curves = {label: _curve(run) for label, run in runs.items()}
     figure = Figure(figsize=(WIDTH_IN, 5.6))
@@ -50,11 +47,8 @@ def learning_curves(
         look = {"color": style.color, "marker": marker, "linestyle": line, "markersize": 5}
         look["markevery"] = math.ceil(len(curve["epoch"]) / 12)
         for name, row in zip(_LABELS, grid):
-            low = curve[name].min(axis=0)
-            high = curve[name].max(axis=0)
-            for axes, x in zip(row, map(curve.get, by)):
-                axes.plot(x, np.median(curve[name], axis=0), label=label, **look)
-                axes.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0)
+            for axes, quantity in zip(row, by):
+                axes.plot(curve[quantity], curve[name], label=label, **look)
                 axes.grid(True)
             row[0].set_ylabel(_LABELS[name])
     for axes, name in zip(grid[-1], by):
@@ -66,11 +60,9 @@ def learning_curves(
     add_title(figure, title)
     add_legend(figure, grid[0, 0].lines)
 
-    repeats = [list(curve["loss"]) for curve in curves.values()]
-    spread = repeats_words(repeats, "Lines are medians of {} repeats, bands span all of them.")
     words, takeaway = _ends(curves)
     alt = f"Learning curves of {format_count(len(curves), 'run')}. {words}"
-    return CaptionedFigure(figure, alt=alt, caption=joined(takeaway, spread))
+    return CaptionedFigure(figure, alt=alt, caption=takeaway)
 
 
 def _ends(curves: Mapping[str, dict[str, np.ndarray]]) -> tuple[str, str]:
@@ -79,9 +71,9 @@ def _ends(curves: Mapping[str, dict[str, np.ndarray]]) -> tuple[str, str]:
     seconds = {}
     parts = []
     for label, curve in curves.items():
-        loss = np.median(curve["loss"][:, -1])
+        loss = curve["loss"][-1]
         epochs = format_count(int(curve["epoch"][-1]), "epoch")
-        accuracies[label] = float(np.median(curve["test_accuracy"][:, -1]))
+        accuracies[label] = float(curve["test_accuracy"][-1])
         seconds[label] = float(curve["second"][-1])
         parts.append(
             f"{label} ends at loss {loss:.3g} and held-out accuracy {accuracies[label]:.1f}% "
@@ -101,24 +93,13 @@ def _ends(curves: Mapping[str, dict[str, np.ndarray]]) -> tuple[str, str]:
 
 
 def _curve(run: Any) -> dict[str, np.ndarray]:
-    """``epoch`` and ``second`` [E]; the rest [repeats, E], of the epochs that all repeats have."""
-    sent_mb = max(getattr(run, "bytes_sent", None) or [math.nan]) / 1e6
-    run = getattr(run, "epochs", run)
-    if isinstance(run[0], Mapping):
-        run = [run]
-    repeats = [getattr(repeat, "epochs", repeat) for repeat in run]
-    fewest = min(map(len, repeats))
-
-    def values(name: str) -> np.ndarray:
-        """The values of all repeats [repeats, E]; NaN where there is no held-out accuracy."""
-        rows = [[epoch.get(name, math.nan) for epoch in epochs[:fewest]] for epochs in repeats]
-        return np.array(rows, float)
-
-    epoch = np.arange(1, fewest + 1)
+    """The values [E] by name, of E epochs; NaN where there is no held-out accuracy."""
+    sent_mb = max(run.bytes_sent or [math.nan]) / 1e6
+    numbers = np.arange(1, len(run.epochs) + 1)
     return {
-        "loss": values("loss"),
-        "test_accuracy": 100 * values("test_accuracy"),
-        "epoch": epoch,
-        "second": np.median(np.cumsum(values("seconds"), axis=1), axis=0),
-        "megabyte": sent_mb * epoch / fewest,
+        "loss": np.array([epoch["loss"] for epoch in run.epochs]),
+        "test_accuracy": 100 * np.array([epoch["test_accuracy"] for epoch in run.epochs]),
+        "epoch": numbers,
+        "second": np.cumsum([epoch["seconds"] for epoch in run.epochs]),
+        "megabyte": sent_mb * numbers / len(run.epochs),
     }

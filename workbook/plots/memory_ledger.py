@@ -91,8 +91,10 @@ def _name(kind: str) -> str:
 
 def _kinds_of(ledgers: Iterable[Ledger]) -> list[str]:
     """The kinds that one of the ledgers has bytes of, in the order of ``LEDGER``."""
-    ledgers = list(ledgers)
-    return [kind for kind in LEDGER if any(ledger.get(kind) for ledger in ledgers)]
+    kinds: set[str] = set()
+    for ledger in ledgers:
+        kinds.update(kind for kind in ledger if ledger[kind])
+    return [kind for kind in LEDGER if kind in kinds]
 
 
 def _stack(axes: Any, x: float, ledger: Ledger, scale: float, is_model: bool) -> float:

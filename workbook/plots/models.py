@@ -80,7 +80,8 @@ def bucket_overlap(
     label_lanes(above, ["main thread", "link"])
     above.set_xlabel("time since backward began (ms)")
     # The sizes are at equal distances: 0 and infinity have no logarithm.
-    names = [{0: "a\nparameter", math.inf: "all"}.get(size, f"{size:g}") for size in sizes]
+    ends = {0: "a\nparameter", math.inf: "all"}
+    names = [ends.get(size, f"{size:g}") for size in sizes]
     sweep_ms = [step_s * 1e3 for step_s in sweep.values()]
     backward_ms = step.backward_s * 1e3
     below.plot(names, sweep_ms, color=BLUE, linestyle="--", marker="o", mfc="white")
@@ -137,7 +138,9 @@ def staleness_histogram(
     groups = {f"worker {worker}": staleness for worker, staleness in by_worker.items()}
     add_legend(figure, _draw_histogram(axes, groups, bound, model=False))
     staleness = [updates_late for _, updates_late in updates]
-    limit = "no bound was set" if bound is None else f"the bound was {bound}"
+    limit = "no bound was set"
+    if bound is not None:
+        limit = f"the bound was {bound}"
     workers = format_count(len(by_worker), "worker")
     return CaptionedFigure(
         figure,
@@ -171,11 +174,15 @@ def staleness_model(
     above.set_xlabel("time (gradients of a worker that does not straggle)")
     groups: dict[str, list[int]] = {"the straggler": [], "other workers": []}
     for update in free.updates:
-        group = "the straggler" if update.worker == 1 else "other workers"
-        groups[group].append(update.staleness)
+        if update.worker == 1:
+            groups["the straggler"].append(update.staleness)
+        else:
+            groups["other workers"].append(update.staleness)
     add_legend(figure, kinds + _draw_histogram(below, groups, bound, model=True))
     crew = format_count(workers, "worker")
-    limit = "no bound" if bound is None else f"bound {bound}"
+    limit = "no bound"
+    if bound is not None:
+        limit = f"bound {bound}"
     add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (predicted)")
     waits = f"{free.waiting_share():.0%} of their time"
     largest = max(update.staleness for update in free.updates)
@@ -194,12 +201,14 @@ def _draw_histogram(
     axes: Axes, groups: dict[str, list[int]], bound: int | None, model: bool
 ) -> list[Artist]:
     """Staleness by group as stacked bars; returns the legend's entries."""
-    # The model's looks differ from those of the spans above it.
-    looks = cycle(SERIES[3:5] if model else SERIES)
+    looks = SERIES
+    if model:
+        # They differ from those of the spans above it.
+        looks = SERIES[3:5]
     entries: list[Artist] = []
     largest = max(bound or 0, *chain(*groups.values()))
     bottoms = np.zeros(largest + 1)
-    for (name, staleness), (style, *_) in zip(groups.items(), looks):
+    for (name, staleness), (style, *_) in zip(groups.items(), cycle(looks)):
         heights = np.bincount(staleness, minlength=largest + 1)
         look = style.model if model else style
         axes.bar(range(largest + 1), heights, 0.8, bottoms, **look.fill)
@@ -224,8 +233,9 @@ def _staleness_by_worker(updates: Iterable[Sequence[int]]) -> dict[int, list[int
 
 
 def _describe_workers(by_worker: dict[int, list[int]]) -> str:
-    return "; ".join(
-        f"worker {worker}: {format_count(len(staleness), 'update')}, "
-        f"mean staleness {fmean(staleness):.1f}, largest {max(staleness)}"
-        for worker, staleness in by_worker.items()
-    )
+    parts = []
+    for worker, staleness in by_worker.items():
+        updates = format_count(len(staleness), "update")
+        mean = f"mean staleness {fmean(staleness):.1f}"
+        parts.append(f"worker {worker}: {updates}, {mean}, largest {max(staleness)}")
+    return "; ".join(parts)

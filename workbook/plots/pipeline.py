@@ -84,7 +84,12 @@ def _draw(
     chunks = 1 + max(slot.chunk for slot in slots)
     count = len({slot.micro_batch for slot in slots})
     end_s = max(slot.end_s for slot in slots)
-    scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
+    if unit is None:
+        scale, shown_unit = second_unit(end_s / 2)
+        duration = format_seconds(end_s)
+    else:
+        scale, shown_unit = 1.0, unit
+        duration = f"{format_number(end_s)} {unit}"
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     # A little more than the step, so that the last box has its right edge.
     axes.set_xlim(0, 1.003 * end_s / scale)
@@ -96,8 +101,10 @@ def _draw(
         room = int((pixels - 6) / 8) - len(str(count - 1))
         text = str(Action(slot.kind, slot.micro_batch, slot.chunk))
         middle = (slot.start_s + slot.end_s) / 2 / scale
+        if room == 0:
+            text = text[1:]
         if room >= 0:
-            tag(axes, middle, stages.index(slot.rank), text if room else text[1:])
+            tag(axes, middle, stages.index(slot.rank), text)
         elif pixels >= _LEAST_PX:
             tag(axes, middle, stages.index(slot.rank), text, rotation=90, fontsize="x-small")
     row = "stage" if chunks == 1 else "rank"
@@ -117,20 +124,22 @@ def _draw(
             order += " and so on"
         orders.append(f"{row} {stage} {order}")
         held.append(format_number(in_flight(actions) / chunks))
-    duration = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
     words = f"the step takes {duration}, and {row}s are idle for {bubble(slots):.0%} of it"
     sizes = f"{format_count(len(stages), row)} and {format_count(count, 'micro-batch')}"
     usual = "Equal"
     if chunks > 1 or "backward_weight" in {slot.kind for slot in slots}:
         usual = "With GPipe or 1F1B, equal"
+    kind = "Timeline"
+    source = "Measured"
+    if model:
+        kind = "Predicted timetable"
+        source = "Predicted"
     formula = f"(P - 1) / (M + P - 1) = {bubble_formula(len(stages), count):.0%}"
     return CaptionedFigure(
         figure,
-        alt=f"{'Predicted timetable' if model else 'Timeline'} of {sizes}. {'; '.join(orders)}. "
-        f"In all, {words}.",
-        caption=f"{'Predicted' if model else 'Measured'}: {words}. {usual} stages without hops "
-        f"would be idle for {formula}. Activations of at most {', '.join(held)} micro-batches "
-        f"are held, by {row}.",
+        alt=f"{kind} of {sizes}. {'; '.join(orders)}. In all, {words}.",
+        caption=f"{source}: {words}. {usual} stages without hops would be idle for {formula}. "
+        f"Activations of at most {', '.join(held)} micro-batches are held, by {row}.",
     )
 
 

@@ -47,8 +47,8 @@ class RingState:
     @property
     def complete(self) -> int:
         """The number of cells that hold the sum over all ranks."""
-        cells = itertools.chain(*self.contributions)
-        return [len(cell) for cell in cells].count(len(self.contributions))
+        sizes = map(len, itertools.chain(*self.contributions))
+        return list(sizes).count(len(self.contributions))
 
 
 def ring_states(
@@ -63,14 +63,18 @@ def ring_states(
     """
     ranks = range(world_size)
     if values is None:
-        values = [[(chunk + 1) * 10**rank for chunk in ranks] for rank in ranks]
+        values = []
+        for rank in ranks:
+            values.append([(chunk + 1) * 10**rank for chunk in ranks])
     timetables = [list(ring_all_reduce(rank, world_size)) for rank in ranks]
     states = []
     for number, contributions in enumerate(ring_contributions(world_size)):
         sums = []
         for row in contributions:
-            cells = enumerate(row)
-            sums.append([sum(values[rank][chunk] for rank in cell) for chunk, cell in cells])
+            row_sums = []
+            for chunk, cell in enumerate(row):
+                row_sums.append(sum(values[rank][chunk] for rank in cell))
+            sums.append(row_sums)
         title = "start"
         messages = []
         if number > 0:
@@ -159,8 +163,10 @@ def _summed_ranks(cell: Collection[int], world_size: int) -> str:
 
 def _width_in(states: Sequence[RingState]) -> float:
     """The width of a grid in which the longest number has room beside an arrow."""
-    numbers = itertools.chain(*(row for state in states for row in state.values))
-    longest = max(len(f"{number:g}") for number in numbers)
+    longest = 0
+    for state in states:
+        for number in itertools.chain(*state.values):
+            longest = max(longest, len(f"{number:g}"))
     longest_title = max(len(state.title) for state in states)
     width_in = len(states[0].values) * max(0.58, 0.15 * longest)
     return max(width_in, 0.1 * longest_title) + 0.5

@@ -62,7 +62,9 @@ def size_curves(
             marks.append(("theory", crossover, _DASHED))
         marks += [("measured", size, "-") for size in crossed_at]
         measured_words = ", ".join(map(format_bytes, crossed_at)) or "no size"
-        model_words = format_bytes(crossover) if crossover < math.inf else "no size"
+        model_words = "no size"
+        if crossover < math.inf:
+            model_words = format_bytes(crossover)
         change = f"{first} and {second} cross at {measured_words}, in theory at {model_words}."
     label = "size of the tensor (bytes)"
     takeaway = joined(_takeaway(seconds), change)
@@ -127,8 +129,10 @@ def draw_curves(
         middle = list(map(median, points.values()))
         low = list(map(min, points.values()))
         high = list(map(max, points.values()))
-        # A thin line, so that a model that fits stays visible.
-        look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
+        look: dict[str, Any] = {"linewidth": 1.6, "marker": marker}
+        if name in predicted:
+            # A thin line, so that a model that fits stays visible.
+            look["linewidth"] = 0.6
         lines += axes.plot(list(points), middle, label=name, color=style.color, **look)
         axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
@@ -234,8 +238,8 @@ def _takeaway(seconds: dict[str, Repeats]) -> str:
     sizes = sorted(set.intersection(*map(set, seconds.values())))
     parts = []
     for size in (sizes[0], sizes[-1]):
-        medians = [(median(points[size]), name) for name, points in seconds.items()]
-        (best_s, best), (next_s, _), *_ = sorted(medians)
-        ratio = format_number(next_s / best_s)
+        medians_s = {name: median(points[size]) for name, points in seconds.items()}
+        best, second, *_ = sorted(medians_s, key=medians_s.__getitem__)
+        ratio = format_number(medians_s[second] / medians_s[best])
         parts.append(f"{best} at {format_bytes(size)}, {ratio} times as fast as the next")
     return f"Fastest: {'; '.join(parts)}."

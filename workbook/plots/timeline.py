@@ -76,9 +76,12 @@ def timeline(
     label, names = _lane_names(result, trace)
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
-    if title is None:
-        title = "What each rank should do (predicted)" if model else "What each rank did"
-    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
+    gap = "code outside all spans"
+    shown_title = "What each rank did"
+    if model:
+        gap = "idle time"
+        shown_title = "What each rank should do (predicted)"
+    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title or shown_title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     # Whole, not cut: a bar that goes on beyond the edge has no end there.
@@ -92,9 +95,10 @@ def timeline(
     if is_whole and hasattr(result, "explain"):
         limit = str(result.explain())
     else:
-        gap = "idle time" if model else "code outside all spans"
         limit = str(what_limited(window, start_s, gap))
-    words = limit if is_whole else f"In the part shown: {limit}"
+    words = limit
+    if not is_whole:
+        words = f"In the part shown: {limit}"
     if model:
         words = f"Model: {words}"
     beside = _other_threads(window)
@@ -110,7 +114,9 @@ def _other_threads(window: Trace) -> str:
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
-    kind = "Predicted timeline" if model else "Timeline"
+    kind = "Timeline"
+    if model:
+        kind = "Predicted timeline"
     head = f"{kind} of {format_count(len(names), 'rank')} over {format_seconds(extent_s)}."
     if len(names) > _MOST_LANES:
         return f"{head} In all, {_seconds_words(window.seconds_by_kind(lane=0))}."
@@ -163,7 +169,10 @@ def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
     add_legend(figure, draw_spans(axes, spans, list(range(len(rows))), scale, model=False))
     caption = _longest_words(totals)
     if isinstance(trace, Trace):
-        caption = str(result.explain() if hasattr(result, "explain") else what_limited(trace))
+        limit = what_limited(trace)
+        if hasattr(result, "explain"):
+            limit = result.explain()
+        caption = str(limit)
         if any(span.lane for span in trace.spans):
             caption = joined(caption, "A bar adds up the rank's threads.")
     return CaptionedFigure(figure, alt=f"{title}. {'; '.join(words)}.", caption=caption)
@@ -192,7 +201,9 @@ def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
     names = []
     for rank in trace.ranks:
         name = trace.lane(rank).removeprefix("rank ")
-        names.append(f"{name}\n{peaks.get(rank, '')}" if shows_peaks else name)
+        if shows_peaks:
+            name += f"\n{peaks.get(rank, '')}"
+        names.append(name)
     return label, names
 
 
@@ -228,7 +239,11 @@ def draw_spans(
     styles = {kind: style for kind, style in styles_of(labels).items() if labels[kind] == kind}
     for label in labels.values():
         styles.setdefault(label, STYLES["other"])
-    looks = {kind: style.model if model else style for kind, style in styles.items()}
+    looks = dict(styles)
+    hatch_width = 0.0
+    if model:
+        looks = {kind: style.model for kind, style in styles.items()}
+        hatch_width = 0.8
     colors = [looks[kind].color for kind in kinds]
     axes.add_collection(
         PolyCollection(list(corners), facecolors=colors, linewidths=0, gid="spans")
@@ -240,7 +255,7 @@ def draw_spans(
         if look.hatch and len(bars):
             # As one path: what takes long is a hatch per path.
             path = Path.make_compound_path_from_polys(bars)
-            line = {"edgecolors": look.ink, "linewidths": 0.8 if model else 0}
+            line = {"edgecolors": look.ink, "linewidths": hatch_width}
             hatches = PathCollection([path], facecolors="none", hatch=look.hatch, **line)
             axes.add_collection(hatches)
     return [swatch(kind, style, model) for kind, style in styles.items()]

@@ -7,9 +7,9 @@
     ring_stepper         ring all-reduce step by step: ``plots.ring_step`` with two sliders
     staleness_explorer   predicted lateness: ``plots.staleness_model`` with three sliders
 
-The picture is drawn in the browser from numbers that Python sends; ``plots.split_costs`` is its
-static twin. The others show a figure of ``workbook.plots``. Each prints as a line of text where
-there is no browser, and can be used from the keyboard.
+The picture is drawn in the browser from numbers that Python sends. The others show a figure of
+``workbook.plots``. Each prints as a line of text where there is no browser, and can be used from
+the keyboard.
 """
 
 from workbook.widgets.explorers import (

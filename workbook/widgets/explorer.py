@@ -131,7 +131,9 @@ class Explorer(Printed):
 
         def say(doing: str, said: str) -> None:
             button.disabled = bool(doing)
-            output.value = said if said.startswith("<") else html.escape(doing or said)
+            output.value = said
+            if not said.startswith("<"):
+                output.value = html.escape(doing or said)
 
         job = Job(say)
         button.on_click(lambda _: job.start(doing, lambda: as_page(measure(*self.chosen()))))

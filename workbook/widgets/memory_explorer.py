@@ -34,7 +34,9 @@ def predicted_memory(model: str, ranks: int, precision: str, stage: int) -> dict
     _, num_classes, shape = MODELS[model]
     built = build_model(model, num_classes=num_classes, input_shape=shape, seed=0)
     _, flats, uses = divide(built, stage)
-    sizes = [sum(parameter.numel() for parameter in flat) for flat in flats]
+    sizes = []
+    for parameters in flats:
+        sizes.append(sum(parameter.numel() for parameter in parameters))
     layout = {"uses": uses, "trained": range(len(sizes))}
     element_bytes = getattr(torch, precision).itemsize
     adam = {"element_bytes": element_bytes, "states": 2, "counter_bytes": 4}
@@ -49,8 +51,10 @@ def held_memory(model: str, ranks: int, precision: str, stage: int) -> dict[str,
     result = train_with("sharded", world_size=ranks, device="cpu", stage=stage, **work)
     ledgers = {}
     for moment, words in MOMENTS.items():
-        by_rank = result.notes["memory"][moment]
-        ledgers[words] = {kind: held[0] for kind, held in by_rank.items() if kind != "activations"}
+        ledgers[words] = {}
+        for kind, held_by_rank in result.notes["memory"][moment].items():
+            if kind != "activations":
+                ledgers[words][kind] = held_by_rank[0]
     return ledgers
 
 

@@ -19,9 +19,15 @@ from labkit.schedules.split_points import check_split_points
 from labkit.training.measured import MeasuredSplit, measure_split
 from labkit.units import format_seconds, html_table
 from workbook.plots.models import LINKS as NETWORKS
-from workbook.plots.split_costs import cuts_words, split_caption
 from workbook.widgets.explorer import Job, Printed
-from workbook.widgets.split_step import layer_data, step_data, step_numbers, ticks
+from workbook.widgets.split_step import (
+    cuts_words,
+    layer_data,
+    split_caption,
+    step_data,
+    step_numbers,
+    ticks,
+)
 
 HERE = "this machine"
 # Bytes per second are those of the standards, in one direction: 450e9 is half of what an H100's
@@ -68,8 +74,6 @@ class CutPicture(anywidget.AnyWidget):
 
 class SplitExplorer(Printed):
     """Explore where to cut a model: drag the cuts, see the predicted step, and measure it.
-
-    Its static twin is ``plots.split_costs``.
 
     Attributes:
         picture, stages, link, micro_batches, schedule, mode: what can be chosen.

@@ -16,21 +16,50 @@ from labkit.units import format_bytes, format_number, format_seconds, second_uni
 Bar = tuple[str, float, float]
 
 
+def cuts_words(split_points: Sequence[int]) -> str:
+    """``cut before layers 10, 17``."""
+    layers = "layers" if len(split_points) > 1 else "layer"
+    return f"cut before {layers} {', '.join(map(str, split_points))}"
+
+
+def split_caption(predicted: SplitModel, measured: MeasuredSplit | None) -> str:
+    """The predicted step of a split, and the measured one."""
+    hops_s = sum(predicted.hop_s) + sum(predicted.backward_hop_s)
+    stages_s = list(map(add, predicted.forward_s, predicted.backward_s))
+    largest_s = max(stages_s)
+    text = (
+        f"Predicted: the step takes {format_seconds(predicted.step_s)}, with "
+        f"{format_seconds(hops_s)} of hops. The largest stage is stage "
+        f"{stages_s.index(largest_s)} with {format_seconds(largest_s)}; stages are idle for "
+        f"{predicted.bubble:.0%} of the step."
+    )
+    if measured is None:
+        return text
+    step_s = median(measured.step_s)
+    return (
+        f"{text} Measured: {format_seconds(step_s)}, {step_s / predicted.step_s:.2f} times the "
+        f"prediction (median of {len(measured.step_s)} steps)."
+    )
+
+
 def layer_data(profile: Profile) -> list[dict[str, Any]]:
     """The layers of the row: widths in seconds, heights in bytes."""
-    return [
-        {
-            "name": layer.name,
-            "seconds": layer.forward_s + layer.backward_s,
-            "bytes": layer.output_bytes,
-            "sends": format_bytes(layer.output_bytes),
-            "words": f"layer {index}, {layer.name}: forward {format_seconds(layer.forward_s)}, "
-            f"backward {format_seconds(layer.backward_s)}, output "
-            f"{format_bytes(layer.output_bytes)}, parameters "
-            f"{format_bytes(layer.parameter_bytes)}",
-        }
-        for index, layer in enumerate(profile.layers)
-    ]
+    layers = []
+    for index, layer in enumerate(profile.layers):
+        sends = format_bytes(layer.output_bytes)
+        words = f"layer {index}, {layer.name}: forward {format_seconds(layer.forward_s)}, "
+        words += f"backward {format_seconds(layer.backward_s)}, output {sends}, "
+        words += f"parameters {format_bytes(layer.parameter_bytes)}"
+        layers.append(
+            {
+                "name": layer.name,
+                "seconds": layer.forward_s + layer.backward_s,
+                "bytes": layer.output_bytes,
+                "sends": sends,
+                "words": words,
+            }
+        )
+    return layers
 
 
 def step_data(
@@ -66,8 +95,10 @@ def ticks(end_s: float) -> list[tuple[float, str]]:
     scale, unit = second_unit(end_s)
     marks = []
     for value in MaxNLocator(4, steps=[1, 2, 5, 10]).tick_values(0, end_s / scale):
-        if 0 <= value <= end_s / scale:
-            marks.append((value * scale, format_number(value) if value else f"0 {unit}"))
+        if value == 0:
+            marks.append((0.0, f"0 {unit}"))
+        elif 0 < value <= end_s / scale:
+            marks.append((value * scale, format_number(value)))
     return marks
 
 
@@ -79,8 +110,10 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
         compute_s = list(map(add, source.forward_s, source.backward_s))
         num_bytes = 0
         for hop_bytes, backward_s in zip(source.hop_bytes, split.backward_hop_s):
+            num_bytes += hop_bytes
             # No gradient goes back to stages that train nothing.
-            num_bytes += 2 * hop_bytes if backward_s > 0 else hop_bytes
+            if backward_s > 0:
+                num_bytes += hop_bytes
         return [
             name,
             format_seconds(step_s),

@@ -114,15 +114,6 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     if not callable(fn):
         raise ValueError(f"fn must be a function of a comm, got {type(fn).__name__}")
     name = getattr(fn, "__name__", "fn")
-    if (
-        inspect.iscoroutinefunction(fn)
-        or inspect.isgeneratorfunction(fn)
-        or inspect.isasyncgenfunction(fn)
-    ):
-        raise ValueError(
-            f"{name} is an async or a generator function, whose call does nothing by itself: give "
-            "run a function that calls it, with asyncio.run or list, and returns the result"
-        )
     try:
         return dumps((fn, args))
     except _FAILURES as error:

@@ -68,7 +68,9 @@ def load_plain(data: bytes) -> Any:
 def dump_report(report: Report) -> bytes:
     """Write a report whose value ``dump_plain`` has made."""
     # As JSON, since torch.load would take much longer for thousands of them.
-    spans = [[getattr(span, name) for name in Span.__slots__] for span in report.spans]
+    spans = []
+    for span in report.spans:
+        spans.append([getattr(span, name) for name in Span.__slots__])
     return _saved(vars(report) | {"spans": json.dumps(spans), "is_plain": True})
 
 
