@@ -16,10 +16,12 @@ and the gradients that travel, are float32, or each block would add a rounding.
 With a causal mask later blocks are not computed: the last rank has the most to do. With **zigzag**
 each rank has an early and a late chunk, and all have as much: ``schedules.ring.attention_chunks``.
 
-Symbols: P ranks, T positions in all, t of this rank; n samples, h heads, d numbers per head.
+Symbols: P ranks, T positions in all, t of this rank; n samples, h heads of queries, k of keys and
+values, each for h / k of queries (grouped queries), d numbers per head.
 Sources: Liu, Zaharia and Abbeel, "Ring attention with blockwise transformers for near-infinite
 context" (2023), section 3; Milakov and Gimelshein, "Online normalizer calculation for softmax"
-(2018), algorithm 3; Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021).
+(2018), algorithm 3; Rabe and Staats, "Self-attention does not need O(n^2) memory" (2021); Ainslie
+et al., "GQA" (2023), section 2.2.
 """
 
 import math
@@ -57,20 +59,23 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks, [n, h, t, d]; differentiable.
 
-    ``q``, ``k`` and ``v`` are the positions ``attention_chunks(rank, P, length, zigzag)`` of
-    ``length`` = T, else ValueError; t may be 0. ``causal``: none sees a later position.
+    ``q`` [n, h, t, d], ``k`` and ``v`` [n, k, t, d] are the positions ``attention_chunks(rank, P,
+    length, zigzag)`` of ``length`` = T, else ValueError; t may be 0. ``causal``: none sees a later
+    position.
     """
     ranks = range(comm.world_size)
     chunks = [attention_chunks(rank, comm.world_size, length, zigzag) for rank in ranks]
     positions = sum(map(len, chunks[comm.rank]))
-    are_alike = describe(q) == describe(k) == describe(v)
-    if not are_alike or q.shape[2] != positions:
+    groups = q.shape[1] // k.shape[1]
+    q_shape = len(k), groups * k.shape[1], positions, k.shape[3]
+    if q.shape != q_shape or k.shape != v.shape or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q is {describe(q)}, k {describe(k)}, v {describe(v)}: all three need one dtype and "
-            f"one shape, with the {positions} of {length} positions of rank {comm.rank} of "
-            f"{comm.world_size} (fewer heads of keys: k.repeat_interleave(times, dim=1))"
+            f"q is {describe(q)}, k {describe(k)}, v {describe(v)}: all three need one dtype, "
+            f"n, d and the {positions} of {length} positions of rank {comm.rank} of "
+            f"{comm.world_size}; k and v may have fewer heads, a number that divides that of q"
         )
-    return _RingAttention.apply(q, k, v, comm, chunks, causal)
+    by_group = q.unflatten(1, (k.shape[1], groups))
+    return _RingAttention.apply(by_group, k, v, comm, chunks, causal).flatten(1, 2)
 
 
 def attend_block(running: Running, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Running:
@@ -101,7 +106,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's block [x, n, h, u, d], this rank's own first; the next is under way."""
+    """Yield each rank's block [x, n, k, u, d], this rank's own first; the next is under way."""
     for step in range(comm.world_size - 1):
         owner = (comm.rank - step) % comm.world_size
         receive = pass_on(comm, block, sizes[owner - 1])
@@ -133,7 +138,7 @@ def pass_on(comm: Comm, block: Tensor, positions: int) -> Callable[[], Tensor]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention of queries [n, h, t, d] to all ranks' keys; the scores are computed again."""
+    """Queries are [n, k, h / k, t, d] here: by the head of the keys that they meet."""
 
     @staticmethod
     def forward(
@@ -152,7 +157,7 @@ class _RingAttention(torch.autograd.Function):
                 if _is_empty(rows) or _is_empty(columns):
                     continue
                 with comm.span("compute"):
-                    keys, values = block[..., columns, :]
+                    keys, values = block[..., columns, :].unsqueeze(3)
                     before = Running(*(tensor[..., rows, :] for tensor in running))
                     is_masked = causal and owner == comm.rank
                     after = attend_block(before, q[..., rows, :], keys, values, is_masked)
@@ -178,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
                 rows, columns = _visible(ctx, owner)
                 if not (_is_empty(rows) or _is_empty(columns)):
                     with comm.span("compute"):
-                        keys, values = wide(block[..., columns, :])
+                        keys, values = wide(block[..., columns, :]).unsqueeze(3)
                         queries = wide(q[..., rows, :])
                         output_gradient = gradient[..., rows, :]
                         scores = scores_of(queries, keys, ctx.causal and owner == comm.rank)
@@ -186,8 +191,9 @@ class _RingAttention(torch.autograd.Function):
                         weight_gradient = output_gradient @ values.mT - mean[..., rows, :]
                         score_gradient = weights * weight_gradient * scale
                         q_gradient[..., rows, :] += score_gradient @ keys
-                        block_gradient[0][..., columns, :] += score_gradient.mT @ queries
-                        block_gradient[1][..., columns, :] += weights.mT @ output_gradient
+                        # A group's queries have met the same keys and values.
+                        block_gradient[0][..., columns, :] += (score_gradient.mT @ queries).sum(2)
+                        block_gradient[1][..., columns, :] += (weights.mT @ output_gradient).sum(2)
                 if receive:
                     block_gradient += receive()
                 receive = pass_on(comm, block_gradient, ctx.sizes[owner - 1])

@@ -19,12 +19,14 @@ from workbook.exercises.grader.held_memory import PeakBytes
 travel_by_value(__name__)
 
 SAMPLES, HEADS, SIZE = 2, 4, 4
+# Heads of keys and values: with 2 of them, two heads of queries share each.
+KV_HEADS = 4, 2
 
 
 def ring_attention_cost(shape, element_bytes, world_size, rank=0, zigzag=False):
-    """Ring attention forward and backward; ``shape`` is (n, h, T, d), of all keys.
+    """Ring attention forward and backward; ``shape`` is (n, k, T, d), of all keys.
 
-    With n h (T / P) d elements in a block 2 (P - 1) blocks forward. Backward as many again, and
+    With n k (T / P) d elements in a block 2 (P - 1) blocks forward. Backward as many again, and
     2 P blocks of gradients, whose elements have at least 4 bytes.
     """
     samples, heads, length, size = shape
@@ -40,20 +42,21 @@ def ring_attention_cost(shape, element_bytes, world_size, rank=0, zigzag=False):
     return blocks, blocks + gradients
 
 
-def whole(length):
+def whole(length, kv_heads):
     """q, k, v and the gradient of the result [n, h, T, d]; some scores are in the hundreds."""
     generator = torch.Generator().manual_seed(length)
     # Not contiguous, as heads are cut from one product.
     shape = 4, SAMPLES, length, HEADS, SIZE
     drawn = torch.randn(shape, generator=generator, dtype=torch.float64).transpose(2, 3)
-    return drawn * torch.tensor([9.0, 9.0, 1.0, 1.0])[:, None, None, None, None]
+    q, k, v, gradient = drawn * torch.tensor([9.0, 9.0, 1.0, 1.0])[:, None, None, None, None]
+    return q, k[:, :kv_heads], v[:, :kv_heads], gradient
 
 
 def full_attention(tensors, causal):
     """The output of PyTorch's attention of the whole sequence, and the gradients of q, k, v."""
     *inputs, gradient = tensors
     inputs = [tensor.detach().clone().requires_grad_() for tensor in inputs]
-    output = scaled_dot_product_attention(*inputs, is_causal=causal)
+    output = scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
     return [output.detach(), *torch.autograd.grad(output, inputs, gradient)]
 
 
@@ -81,33 +84,33 @@ def on_a_part(comm, tensors, causal, zigzag):
 
 
 def all_parts(comm):
-    cases = itertools.product((8, 7, 2, 1), (False, True), (False, True))
-    found = {case: on_a_part(comm, whole(case[0]), *case[1:]) for case in cases}
+    cases = itertools.product((8, 7, 2, 1), KV_HEADS, (False, True), (False, True))
+    found = {case: on_a_part(comm, whole(*case[:2]), *case[2:]) for case in cases}
     if comm.world_size == 4:
         # Two rings at the same time.
         pair = SubComm(comm, [comm.rank % 2, comm.rank % 2 + 2])
-        found["pair"] = on_a_part(pair, whole(7), True, False)
+        found["pair"] = on_a_part(pair, whole(7, 4), True, False)
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_equals_full_attention_forward_and_backward(world_size):
-    """With a causal mask or none, one chunk per rank or two, also empty ones."""
+    """With a causal mask or none, shared keys, one chunk per rank or two, also empty ones."""
     ranks = run(all_parts, world_size=world_size).values
     for case in ranks[0]:
-        among, (length, causal, zigzag) = ranks, (7, True, False)
+        among, (length, kv_heads, causal, zigzag) = ranks, (7, 4, True, False)
         if case == "pair":
             among = ranks[::2]
         else:
-            length, causal, zigzag = case
+            length, kv_heads, causal, zigzag = case
         order = in_order_of_ranks(len(among), length, zigzag)
         parts = [rank[case][0] for rank in among]
-        full = full_attention(whole(length), causal)
+        full = full_attention(whole(length, kv_heads), causal)
         for together, due in zip(zip(*parts), full):
             found = torch.cat(together, dim=2)
             torch.testing.assert_close(found, due[:, :, order], rtol=0, atol=1e-10)
         for place, rank in enumerate(among):
-            shape = SAMPLES, HEADS, length, SIZE
+            shape = SAMPLES, kv_heads, length, SIZE
             cost = ring_attention_cost(shape, 8, len(among), place, zigzag=zigzag)
             for used, due in zip(rank[case][1], cost):
                 assert used == (due.messages, due.num_bytes)
