@@ -71,7 +71,7 @@ class TestTimeline:
         # Nothing of a rank is drawn over anything else, and the other thread's bar is thinner.
         assert main[3] < other[2] < other[3] < beside[2]
         assert other[3] - other[2] < (main[3] - main[2]) / 2
-        assert figure.alt.endswith("Thin lanes are other threads: all_reduce 3 s.")
+        assert figure.alt.endswith("other threads, of all ranks together: all_reduce 3 s.")
 
     def test_where_nothing_is_to_be_seen_it_says_what_spans_are(self):
         for trace, start_s in ((Trace(), None), (TRACE, 3.0)):

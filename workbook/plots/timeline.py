@@ -96,7 +96,7 @@ def timeline(
         limit = str(what_limited(window, start_s, gap))
     words = limit if is_whole else f"In the part shown: {limit}"
     if model:
-        words = f"Model: {words}"
+        words = f"Predicted: {words}"
     beside = _other_threads(window)
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     return CaptionedFigure(figure, alt=joined(alt, beside), caption=joined(words, beside))
@@ -106,7 +106,9 @@ def _other_threads(window: Trace) -> str:
     spans = tuple(span for span in window.spans if span.lane)
     if not spans:
         return ""
-    return f"Thin lanes are other threads: {_seconds_words(Trace(spans).seconds_by_kind())}."
+    whose = ", of all ranks together" if len(window.ranks) > 1 else ""
+    seconds = _seconds_words(Trace(spans).seconds_by_kind())
+    return f"Thin lanes are other threads{whose}: {seconds}."
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
