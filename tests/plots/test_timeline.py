@@ -35,6 +35,9 @@ class TestTimeline:
         spans = [Span(0, kind, 0.0, seconds) for kind, seconds in kinds.items()]
         figure = plots.timeline(of_ranks(*spans))
         assert legend_of(figure) == ["compute", "wait", "other: update, data"]
+        # Where no bar of them is a hundredth as wide as the figure, they have none.
+        figure = plots.timeline(of_ranks(*spans, Span(1, "compute", 0.0, 300)))
+        assert legend_of(figure) == ["compute", "wait"]
 
     def test_the_caption_is_what_explain_says_of_the_time_that_is_drawn(self):
         spans = [replace(s, start_s=s.start_s + 0.005, end_s=s.end_s + 0.005) for s in SPANS]
