@@ -9,7 +9,7 @@ from parts import RUN, UPDATES, bars_of, spans_of
 from labkit.costs.async_run import simulate
 from labkit.units import format_seconds
 from workbook import plots
-from workbook.plots.models import example_step
+from workbook.plots.models import BUCKET_SIZES_MB, example_step, size_name
 from workbook.plots.palette import Style
 
 
@@ -19,6 +19,8 @@ class TestBucketOverlap:
         figure = plots.bucket_overlap(25, 4, "10 Gb/s network")
         assert f"{len(step.buckets)} all-reduces" in figure.caption
         assert format_seconds(step.exposed_s) in figure.caption
+        names = {size_name(size) for size in BUCKET_SIZES_MB}
+        assert {name for name in names if f" {name} " in figure.caption} == {"25 MiB"}
         bars = spans_of(figure)
         boxes = [path.get_extents() for path in bars.get_paths()]
         drawn = [(box.x0 / 1e3, box.x1 / 1e3) for box in boxes if round(box.y0) == 1]

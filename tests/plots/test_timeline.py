@@ -35,6 +35,9 @@ class TestTimeline:
         spans = [Span(0, kind, 0.0, seconds) for kind, seconds in kinds.items()]
         figure = plots.timeline(of_ranks(*spans))
         assert legend_of(figure) == ["compute", "wait", "other: update, data"]
+        # Where no bar of them is a hundredth as wide as the figure, they have none.
+        figure = plots.timeline(of_ranks(*spans, Span(1, "compute", 0.0, 300)))
+        assert legend_of(figure) == ["compute", "wait"]
 
     def test_the_caption_is_what_explain_says_of_the_time_that_is_drawn(self):
         spans = [replace(s, start_s=s.start_s + 0.005, end_s=s.end_s + 0.005) for s in SPANS]
@@ -71,7 +74,7 @@ class TestTimeline:
         # Nothing of a rank is drawn over anything else, and the other thread's bar is thinner.
         assert main[3] < other[2] < other[3] < beside[2]
         assert other[3] - other[2] < (main[3] - main[2]) / 2
-        assert figure.alt.endswith("Thin lanes are other threads: all_reduce 3 s.")
+        assert figure.alt.endswith("other threads, of all ranks together: all_reduce 3 s.")
 
     def test_where_nothing_is_to_be_seen_it_says_what_spans_are(self):
         for trace, start_s in ((Trace(), None), (TRACE, 3.0)):

@@ -95,10 +95,6 @@ def bucket_overlap(
     add_title(figure, f"Buckets of {size}, {ranks}, {link} (predicted)")
 
     exposed = format_seconds(step.exposed_s)
-    best_mb = min(sweep, key=sweep.__getitem__)
-    comparison = f"With {size_name(best_mb)} it would take {format_seconds(sweep[best_mb])}."
-    if step.step_s <= sweep[best_mb] * (1 + 1e-9):
-        comparison = "No other size on the curve is faster."
     return CaptionedFigure(
         figure,
         alt=f"Predicted backward pass of {format_seconds(step.backward_s)} on {ranks} over {link},"
@@ -106,8 +102,9 @@ def bucket_overlap(
         f"{format_seconds(step.times[0].start_s)}, the last ends at "
         f"{format_seconds(step.times[-1].end_s)}: {exposed} exposed. Below, the predicted step's "
         "time over the size of a bucket.",
-        caption=f"Model: buckets of {size} make {len(step.buckets)} all-reduces. They end "
-        f"{exposed} after backward, so the step takes {format_seconds(step.step_s)}. {comparison}",
+        # Which size is best is for the reader to find.
+        caption=f"Predicted: buckets of {size} make {len(step.buckets)} all-reduces. They end "
+        f"{exposed} after backward, so the step takes {format_seconds(step.step_s)}.",
     )
 
 
@@ -185,15 +182,16 @@ def staleness_model(
         limit = f"bound {bound}"
     add_title(figure, f"{crew}, one {factor:g}x straggler, {limit} (predicted)")
     waits = f"{free.waiting_share():.0%} of their time"
+    waits_in_rounds = f"{rounds.waiting_share():.0%}"
     largest = max(update.staleness for update in free.updates)
     return CaptionedFigure(
         figure,
         alt=f"Predicted timeline of a server and {crew}, worker 1 {factor:g} times as slow, "
         f"{limit}: workers wait {waits}. Below, predicted staleness. "
         f"{_describe_workers(_staleness_by_worker(free.updates))}.",
-        caption=f"Model: staleness {free.mean_staleness():.1f} on average and at most {largest}, "
-        f"{limit}. {len(free.updates)} gradients are applied while synchronous rounds apply "
-        f"{len(rounds.updates)}; workers wait {waits} instead of {rounds.waiting_share():.0%}.",
+        caption=f"Predicted: staleness {free.mean_staleness():.1f} on average and at most "
+        f"{largest}, {limit}. {len(free.updates)} gradients are applied while synchronous rounds "
+        f"apply {len(rounds.updates)}; workers wait {waits} instead of {waits_in_rounds}.",
     )
 
 

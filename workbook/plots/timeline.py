@@ -35,6 +35,9 @@ _MOST_LANES = 8
 # Kinds of span with a smaller share of the time are hardly to be seen in a timeline: there they
 # have one colour and one entry in the legend.
 _LEAST_SHARE = 0.03
+# Kinds without an entry, if none of their bars is as wide as this share of the figure.
+_BESIDE = ("update", "data")
+_LEAST_WIDTH = 0.01
 # Behind a text on a bar.
 BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
@@ -86,7 +89,7 @@ def timeline(
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     # Whole, not cut: a bar that goes on beyond the edge has no end there.
     spans = [span for span in trace.spans if span.end_s > start_s and span.start_s < end_s]
-    labels = _labels_of(spans)
+    labels = _labels_of(spans, end_s - start_s)
     add_legend(figure, draw_spans(axes, spans, trace.ranks, scale, model, labels))
     axes.set(xlabel=f"time since the start ({unit})", ylabel=label)
     axes.ticklabel_format(axis="x", useOffset=False)
@@ -100,7 +103,7 @@ def timeline(
     if not is_whole:
         words = f"In the part shown: {limit}"
     if model:
-        words = f"Model: {words}"
+        words = f"Predicted: {words}"
     beside = _other_threads(window)
     alt = _alt(window, dict(zip(trace.ranks, names)), end_s - start_s, model)
     return CaptionedFigure(figure, alt=joined(alt, beside), caption=joined(words, beside))
@@ -110,7 +113,9 @@ def _other_threads(window: Trace) -> str:
     spans = tuple(span for span in window.spans if span.lane)
     if not spans:
         return ""
-    return f"Thin lanes are other threads: {_seconds_words(Trace(spans).seconds_by_kind())}."
+    whose = ", of all ranks together" if len(window.ranks) > 1 else ""
+    seconds = _seconds_words(Trace(spans).seconds_by_kind())
+    return f"Thin lanes are other threads{whose}: {seconds}."
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:
@@ -220,7 +225,7 @@ def draw_spans(
     A bar of three pixels is too narrow to show its hatch.
 
     Args:
-        labels: the legend's label of each kind; without them, each kind's name.
+        labels: the legend's label of each kind, "" for no entry; without them, each kind's name.
 
     Returns:
         The legend's entries.
@@ -258,17 +263,20 @@ def draw_spans(
             line = {"edgecolors": look.ink, "linewidths": hatch_width}
             hatches = PathCollection([path], facecolors="none", hatch=look.hatch, **line)
             axes.add_collection(hatches)
-    return [swatch(kind, style, model) for kind, style in styles.items()]
+    return [swatch(kind, style, model) for kind, style in styles.items() if kind]
 
 
-def _labels_of(spans: list[Span]) -> dict[str, str]:
+def _labels_of(spans: list[Span], extent_s: float) -> dict[str, str]:
     """The legend's label of each kind: its name, or that of all kinds that are hardly seen."""
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
         seconds[span.kind] += span.duration_s
-    least_s = _LEAST_SHARE * sum(seconds.values())
-    brief = [kind for kind in styles_of(seconds) if seconds[kind] < least_s]
     labels = {kind: kind for kind in seconds}
+    wide = {span.kind for span in spans if span.duration_s >= _LEAST_WIDTH * extent_s}
+    for kind in seconds.keys() & set(_BESIDE) - wide:
+        labels[kind] = ""
+    least_s = _LEAST_SHARE * sum(seconds.values())
+    brief = [kind for kind in styles_of(seconds) if labels[kind] and seconds[kind] < least_s]
     if len(brief) > 1:
         names = [kind for kind in brief if kind != "other"]
         labels |= dict.fromkeys(brief, f"other: {', '.join(names)}")

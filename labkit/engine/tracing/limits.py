@@ -235,7 +235,9 @@ def what_limited(
         kind = "bubble" if has_stages and shares[WAIT] > _BUBBLE else _KINDS[largest]
         whose = "the ranks' time" if len(times) > 1 else "the time"
         first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
-    waiting = f"waiting (mostly for rank {most})" if is_one and len(times) > 2 else "waiting"
+    waiting = "waiting"
+    if is_one and is_slow and len(times) > 2 and shares[WAIT] > _NOTICED:
+        waiting = f"waiting (mostly for rank {most})"
     names = _NAMES | {WAIT: waiting, GAP: gap}
     hidden = _hidden_share(times.values())
     parts = _describe_rest(kind, shares, names, hidden)

@@ -43,3 +43,9 @@ def test_a_stage_is_idle_until_the_last_one_ends():
     last = [Span(1, "wait", 0, 1), Span(1, "forward", 1, 2), Span(1, "backward", 2, 4)]
     first = [Span(0, "forward", 0, 1), Span(0, "communicate", 1, 1)]
     assert what_limited(Trace.merge([first, last])).shares["wait"] == 0.5
+
+
+def test_a_rank_that_is_as_quick_as_others_is_not_named_for_what_a_server_waits():
+    server = [Span(0, "wait", 0, 1, peer=2), Span(0, "update", 1, 2)]
+    workers = [[Span(rank, "compute", 0, 2)] for rank in (1, 2)]
+    assert "The rest: waiting 17%" in str(what_limited(Trace.merge([server, *workers])))
