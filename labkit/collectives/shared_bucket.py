@@ -74,7 +74,7 @@ class SharedBucket:
         reduction = Reduction.of(op, self.flat)
         with (
             comm.collective("shared_all_reduce", self.flat, op),
-            comm.session.streaming("shared_all_reduce", kind="all_reduce"),
+            comm.session.streaming("shared_all_reduce"),
         ):
             barrier = comm.transport.windows.barrier
             for peer in range(comm.world_size):
