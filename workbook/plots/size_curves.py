@@ -228,7 +228,10 @@ def crossings(first: Points, second: Points) -> list[float]:
 
 def _repeats(points: Points) -> Repeats:
     """The repeats in ascending order of size. JSON has the sizes as strings."""
-    return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
+    repeats = {}
+    for size in sorted(points, key=int):
+        repeats[int(size)] = as_repeats(points[size])
+    return repeats
 
 
 def _takeaway(seconds: dict[str, Repeats]) -> str:
