@@ -82,9 +82,7 @@ def run(
     """
     __tracebackhide__ = True
     expendable = frozenset(may_lose)
-    if open_comm() is not None:
-        raise ValueError(INSIDE)
-    check_may_start()
+    _check_may_run()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     started = started_as_rank()
@@ -108,6 +106,12 @@ def run(
     print_once(chosen.note)
     call = dump_call(fn, args)
     return _run_here(Job(call, cell_sources(), chosen, world_size, timeout_s, expendable, link))
+
+
+def _check_may_run() -> None:
+    if open_comm() is not None:
+        raise ValueError(INSIDE)
+    check_may_start()
 
 
 def _run_here(job: Job) -> RunResult:
