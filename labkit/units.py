@@ -90,10 +90,10 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> No
     _check_most(name, value, most)
 
 
-def check_number(name: str, value: Any, least: float, most: float) -> None:
-    """ValueError, with the limit, for what is not a number from ``least`` to ``most``, or NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
-        raise ValueError(f"{name} must be a number from {least:,.10g} up, got {shortened(value)}")
+def check_number(name: str, value: Any, most: float) -> None:
+    """ValueError, with the limit, for what is not a number from 0 to ``most``, or NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} must be a number from 0 up, got {shortened(value)}")
     _check_most(name, value, most)
 
 

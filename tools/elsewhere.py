@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from environments import FRAMEWORKS, REPOSITORY, environment_of, why_not
 
 from labkit.engine.comm.shared_memory import kill_marked, loopback
 from labkit.engine.files import check_writable
@@ -30,7 +31,6 @@ from labkit.workload.datasets import load_dataset
 from labkit.workload.models import build_model
 from labkit.workload.samples import epoch_order
 from workbook.measure.elsewhere import elsewhere_table
-from workbook.measure.environments import FRAMEWORKS, REPOSITORY, environment_of, why_not
 from workbook.measure.record import Spread, machine, write
 from workbook.measure.turns import in_turn
 

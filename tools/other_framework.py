@@ -4,7 +4,7 @@ The packages come from tools/horovod.txt or tools/tensorflow.txt, each file chec
 Horovod is then compiled, and at the end what was made is tried. uv and the compiler say themselves
 what they lack. The stamp is written last, so nobody takes a folder for ready that is not; the next
 call begins anew with the packages in uv's cache.
-``workbook/measure/environments.py`` tells whether an environment is ready.
+``environments.py`` tells whether an environment is ready.
 """
 
 import argparse
@@ -17,12 +17,9 @@ import sys
 from pathlib import Path
 
 import torch_build
+from environments import FRAMEWORKS, environment_of, stamp, why_not
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "workbook" / "measure"))
-# By its file: a call with nothing to do is over before labkit would be imported.
-from environments import FRAMEWORKS, environment_of, stamp, why_not  # noqa: E402
-
 UV = ROOT / ".venv" / "bin" / "uv"
 # The newest Python for which the pinned packages have files.
 PYTHONS = {"horovod": "3.11", "tensorflow": ">=3.11,<3.14"}

@@ -54,7 +54,7 @@ def direct_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     with (
         in_place(tensor) as flat,
         comm.collective("direct_all_reduce", tensor, op),
-        comm.session.streaming("direct_all_reduce", kind="all_reduce"),
+        comm.session.streaming("direct_all_reduce"),
     ):
         windows = comm.transport.windows
         segments = split_segments(flat, windows.window_bytes // flat.itemsize)

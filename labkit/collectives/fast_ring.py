@@ -38,9 +38,7 @@ def fast_ring_all_reduce(comm: Comm, tensor: Tensor, op: str = "sum") -> Tensor:
     with (
         in_place(tensor) as flat,
         comm.collective("fast_ring_all_reduce", tensor, op),
-        comm.session.streaming(
-            "fast_ring_all_reduce", (comm.rank + 1) % comm.world_size, kind="all_reduce"
-        ),
+        comm.session.streaming("fast_ring_all_reduce", (comm.rank + 1) % comm.world_size),
     ):
         _run(comm, reduction, flat)
     return tensor

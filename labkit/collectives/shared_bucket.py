@@ -14,7 +14,7 @@ Symbols: P ranks, S bytes of one rank's bucket, N elements.
 import torch
 from torch import Tensor
 
-from labkit.collectives.common import Reduction
+from labkit.collectives.common import COMBINE, Reduction
 from labkit.collectives.fast_ring import fast_ring_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.engine.comm.shared_memory import SEGMENT_BYTES
@@ -72,9 +72,10 @@ class SharedBucket:
             fast_ring_all_reduce(comm, self.flat, op)
             return
         reduction = Reduction.of(op, self.flat)
+        combine = COMBINE[reduction.op]
         with (
             comm.collective("shared_all_reduce", self.flat, op),
-            comm.session.streaming("shared_all_reduce", kind="all_reduce"),
+            comm.session.streaming("shared_all_reduce"),
         ):
             barrier = comm.transport.windows.barrier
             for peer in range(comm.world_size):
@@ -91,7 +92,7 @@ class SharedBucket:
                 scratch = torch.empty_like(total)
                 for number, segment in enumerate(segments[1:], start=2):
                     out = total if number == len(segments) else scratch
-                    partial = reduction.combine(partial, segment, out)
+                    partial = combine(partial, segment, out=out)
                 reduction.finish(total, len(segments))
                 for segment in segments:
                     if segment is not total:

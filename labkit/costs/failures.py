@@ -18,7 +18,7 @@ def checkpoint_interval_s(checkpoint_s: float, between_failures_s: float) -> flo
     Of each second checkpoints take C / T, and failures lose T / 2 M: half an interval on average.
     The sum is least where the two are equal. It holds for C far below M.
     """
-    check_number("checkpoint_s", checkpoint_s, 0, MOST_SECONDS)
+    check_number("checkpoint_s", checkpoint_s, MOST_SECONDS)
     check_above_zero("between_failures_s", between_failures_s, math.inf)
     return math.sqrt(2 * checkpoint_s * between_failures_s)
 
@@ -32,9 +32,9 @@ def goodput(
     leave; each costs the recovery, and half of what lies between two checkpoints.
     """
     check_above_zero("interval_s", interval_s, math.inf)
-    check_number("checkpoint_s", checkpoint_s, 0, MOST_SECONDS)
+    check_number("checkpoint_s", checkpoint_s, MOST_SECONDS)
     check_above_zero("between_failures_s", between_failures_s, math.inf)
-    check_number("recovery_s", recovery_s, 0, MOST_SECONDS)
+    check_number("recovery_s", recovery_s, MOST_SECONDS)
     cycle_s = interval_s + checkpoint_s
     lost_s = recovery_s + cycle_s / 2
     return interval_s / cycle_s * max(0.0, 1 - lost_s / between_failures_s)

@@ -32,20 +32,12 @@ def sharded_memory(
         states: the optimizer's numbers per parameter: SGD's momentum 1, Adam 2.
         counter_bytes: what it keeps beside them for each shard: Adam counts steps, in 4 bytes.
     """
-    full_bytes = []
-    shard_bytes = []
-    for size in sizes:
-        start, end = chunk_bounds(size, world_size)[owned_chunk(rank, world_size)]
-        full_bytes.append(element_bytes * size)
-        shard_bytes.append(element_bytes * (end - start))
-    parameter_bytes = gradient_bytes = full_bytes
-    if stage > 1:
-        gradient_bytes = shard_bytes
-    if stage == 3:
-        parameter_bytes = shard_bytes
+    full_bytes = [element_bytes * size for size in sizes]
+    bounds = [chunk_bounds(size, world_size)[owned_chunk(rank, world_size)] for size in sizes]
+    shard_bytes = [element_bytes * (end - start) for start, end in bounds]
     between_steps = {
-        "parameters": sum(parameter_bytes),
-        "gradients": _sum_of(gradient_bytes, trained),
+        "parameters": sum(shard_bytes) if stage == 3 else sum(full_bytes),
+        "gradients": _sum_of(full_bytes if stage == 1 else shard_bytes, trained),
         "optimizer": states * _sum_of(shard_bytes, trained) + counter_bytes * len(trained),
         "in_flight": 0,
     }
@@ -61,19 +53,16 @@ def sharded_memory(
     owned = [set(unit) & set(trained) for unit in first_uses(uses)]
     owned.append(set())
     first = min(unit for unit, used in enumerate(uses) if set(used) & set(trained))
-    units = range(first, len(uses))
-    if stage == 1:
-        units = range(0)  # all gradients are kept
-    # Backward goes from the last unit to the first trained one.
-    for unit in reversed(units):
+    # Backward goes from the last unit to the first trained one. (Stage 1 keeps all gradients.)
+    units = reversed(range(first, len(uses))) if stage > 1 else ()
+    for unit in units:
         ledger = dict(between_steps)
         ledger["gradients"] += _sum_of(full_bytes, owned[unit])
         ledger["in_flight"] += _sum_of(full_bytes, owned[unit + 1])
         if stage == 3:
             ledger["parameters"] += _sum_of(full_bytes, set(uses[unit]))
-            if unit > first:
-                ahead = set(uses[unit - 1]) - set(uses[unit])
-                ledger["in_flight"] += _sum_of(full_bytes, ahead)
+            ahead = set(uses[unit - 1]) if unit > first else set()
+            ledger["in_flight"] += _sum_of(full_bytes, ahead - set(uses[unit]))
         backwards.append(ledger)
     setup = max(setups, key=_total)
     return {"setup": setup, "between_steps": between_steps, "most": max(backwards, key=_total)}

@@ -338,7 +338,7 @@ def _check(name: str, kind: type, value: Any) -> None:
         may_be_0 = name in ("seed", "max_staleness")
         check_integer(name, value, least=int(not may_be_0))
     elif kind is float:
-        check_number(name, value, 0, MOST)
+        check_number(name, value, MOST)
     elif not isinstance(value, kind) or (value == "" and name != "split_points"):
         raise ValueError(f"{name} must be a {kind.__name__} that is not empty, got {value!r}")
     elif name in _CHOICES:

@@ -139,8 +139,8 @@ def try_optimizer(
     for tensors in rounds:
         for number, parameter in enumerate(given, start=1):
             shape = [min(size, _MOST_SIZE) for size in parameter.shape]
-            values = torch.randn(shape, dtype=torch.float64, generator=generator)
-            tensors.append(number * values)
+            tensors.append(number * torch.randn(shape, dtype=torch.float64, generator=generator))
+    expected: list[Tensor] = []
     try:
         expected = _updated(name, make, rounds, seed, is_saved)
     except ValueError:
@@ -151,13 +151,11 @@ def try_optimizer(
                 f"optimizer {name} takes sparse gradients alone, and {technique} has dense ones: "
                 "use Adam or SGD, strategy single, or ddp or data_parallel with builtin"
             ) from error
-        expected = []
     except Exception as error:
         # Where it does not matter how it works, it may need the device of the run.
         if division:
             reason = f"its step raised {type(error).__name__}: {error}"
             raise _differs(name, technique, reason) from error
-        expected = []
     if division:
         _check_parts(name, make, rounds, expected, technique, division, seed)
     if len(known) < len(given):

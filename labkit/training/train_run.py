@@ -103,16 +103,11 @@ def train_run(
     if strategy.traits.in_one_process:
         num_ranks = 1
         devices = str(strategy.devices[0])
-    at_sigterm = None
-    if config.checkpoint_dir is not None and not is_one_of_several:
-        at_sigterm = _end_ranks
-    may_lose = range(0)
-    if strategy.traits.survives_lost_workers:
-        may_lose = range(1, num_ranks)
+    passes_sigterm_on = config.checkpoint_dir is not None and not is_one_of_several
     try:
         if config.hosts is None:
             warm_up()
-        with on_sigterm(at_sigterm):
+        with on_sigterm(_end_ranks if passes_sigterm_on else None):
             result = run(
                 *(fit, config, strategy, verbose, own_parts, start, data),
                 world_size=num_ranks,
@@ -121,7 +116,7 @@ def train_run(
                 hosts=config.hosts,
                 timeout_s=timeout_s,
                 link=link,
-                may_lose=may_lose,
+                may_lose=range(1, num_ranks) if strategy.traits.survives_lost_workers else (),
             )
     except WorkerError as error:
         _, mark, message = error.worker_traceback.rpartition(f"{PreemptedError.__name__}: ")

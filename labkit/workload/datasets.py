@@ -1,6 +1,5 @@
 """Data sets: digits, a text, torchvision's, and a learner's images in folders."""
 
-import math
 import os
 import tempfile
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.data import Dataset, Subset
 
 from labkit.engine.files import check_regular, user_folder
@@ -20,9 +18,6 @@ from labkit.workload.samples import Standard, Transform
 
 # README.md in it says where its files come from, and under which licence.
 PACKAGE_DATA = Path(__file__).resolve().parent / "data"
-# Of digits_augmented: as many as CIFAR has.
-AUGMENTED_SIZE = 50_000
-
 # A sample of text is this many characters, and its targets are those that follow each of them.
 TEXT_LENGTH = 64
 
@@ -34,7 +29,7 @@ _DIGITS_FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "
 _RESTORE = "restore it with `git checkout -- labkit/workload/data/{}`, or install labkit again"
 # torchvision's class, and the folder that the class uses in its root.
 _TORCHVISION = {"cifar10": ("CIFAR10", "cifar-10-batches-py"), "mnist": ("MNIST", "MNIST")}
-DATASETS = ("digits", *_TORCHVISION, "digits_augmented", "text")
+DATASETS = ("digits", *_TORCHVISION, "text")
 _DIGITS = Standard(16, (0.3054,), (0.3761,))
 _STANDARDS = {
     "mnist": Standard(255, (0.1307,), (0.3081,)),
@@ -86,8 +81,6 @@ def load_dataset(
             in XDG_DATA_HOME or ~/.local/share.
         download: fetch a set that is missing. Of several processes, let one download it first.
         train_size: keep only the first ``train_size`` training samples; None keeps all.
-            ``digits_augmented`` has up to 50,000: the digits, and copies of them that are shifted
-            by up to one pixel, with noise.
         stored: leave images as the bytes that they are stored in, not as ``dtype``.
 
     ValueError for a damaged file or a failed download, FileNotFoundError for missing data.
@@ -101,12 +94,10 @@ def load_dataset(
         train, test = _read_torchvision(name, Path(root), download)
     else:
         train, test = _read_digits(Path(root or PACKAGE_DATA / "digits"))
-    num_train = AUGMENTED_SIZE if name == "digits_augmented" else len(train[1])
+    inputs, targets = train
+    num_train = len(targets)
     if train_size is not None and not 1 <= train_size <= num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
-    if name == "digits_augmented":
-        train = _multiplied(train, train_size or num_train)
-    inputs, targets = train
     inputs, targets = inputs[:train_size], targets[:train_size]
     test_inputs, test_targets = test
     standard = None if name == "text" else _STANDARDS.get(name, _DIGITS)
@@ -152,23 +143,6 @@ def _read_digits(folder: Path) -> tuple[_Part, _Part]:
     train = train_images.unsqueeze(1), train_targets.long()
     test = test_images.unsqueeze(1), test_targets.long()
     return train, test
-
-
-def _multiplied(part: _Part, size: int) -> _Part:
-    """The first ``size`` of: the digits, then one changed copy of all of them after another."""
-    images, targets = part
-    height, width = images.shape[-2:]
-    # The places at which an image of this size can be cut out of one with a border of one pixel.
-    cuts = functional.pad(images, (1,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    copies = [images]
-    for number in range(1, math.ceil(size / len(images))):
-        generator = torch.Generator().manual_seed(number)
-        # A pixel may be brighter or darker by one of 16.
-        noise = torch.randint(-1, 2, images.shape, generator=generator)
-        top, left = (torch.rand((len(images), 2), generator=generator) * 3).long().unbind(1)
-        moved = cuts[torch.arange(len(images)), :, top, left] + noise
-        copies.append(moved.clamp_(0, _DIGITS.white).to(torch.uint8))
-    return torch.cat(copies)[:size], targets.repeat(len(copies))[:size]
 
 
 def _read_torchvision(name: str, root: Path, download: bool) -> list[_Part]:

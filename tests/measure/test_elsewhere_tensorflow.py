@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ranks import session_of, wait_until
 
-from workbook.measure.environments import REPOSITORY
-
-sys.path.append(str(REPOSITORY / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 from elsewhere import SCRIPTS
 
 # The processes alone, which need not load TensorFlow.

@@ -18,8 +18,8 @@ LIMITS = {
     "labkit": 26700,
     "notebooks": 900,
     "tests": 27330,
-    "tools": 1685,
-    "workbook": 16640,
+    "tools": 1720,
+    "workbook": 16600,
 }
 
 

@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 
 from labkit.workload.datasets import load_dataset, open_folder
-from labkit.workload.samples import Transform
 
 
 def test_digits_are_what_the_readme_says():
@@ -24,24 +23,6 @@ def test_digits_are_what_the_readme_says():
     assert len(data.train_inputs.unique()) == 17
     train = {tuple(image.flatten().tolist()) for image in data.train_inputs}
     assert not train & {tuple(image.flatten().tolist()) for image in data.test_inputs}
-
-
-def test_augmented_digits_are_the_digits_and_then_copies_that_all_differ():
-    digits, most = load_dataset("digits"), load_dataset("digits_augmented")
-    assert most.train_inputs.shape == (50_000, 1, 8, 8)
-    assert torch.equal(most.train_inputs[:1437], digits.train_inputs)
-    assert torch.equal(most.train_targets, digits.train_targets.repeat(35)[:50_000])
-    assert torch.equal(most.test_inputs, digits.test_inputs)
-    found = {image.numpy().tobytes() for image in most.train_inputs}
-    assert len(found) == 50_000
-    assert not found & {image.numpy().tobytes() for image in digits.test_inputs}
-    # The same for any size, and on any machine.
-    some = load_dataset("digits_augmented", train_size=3000, stored=True)
-    inputs = Transform(some.standard)(some.train_inputs, torch.float32)
-    assert torch.equal(inputs, most.train_inputs[:3000])
-    assert (some.train_inputs.max(), some.train_inputs.dtype) == (16, torch.uint8)
-    with pytest.raises(ValueError, match=r"50001.*50000 training"):
-        load_dataset("digits_augmented", train_size=50_001)
 
 
 def put(folder, name, count=2, size=(6, 5), color=0):

@@ -54,8 +54,8 @@ class Fault:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("kill", "stop", "cut"))
         check_integer("host", self.host, 0, HOSTS - 1)
-        check_number("at_s", self.at_s, 0, MOST_SECONDS)
-        check_number("lasts_s", self.lasts_s, 0, _LIMIT_S)
+        check_number("at_s", self.at_s, MOST_SECONDS)
+        check_number("lasts_s", self.lasts_s, _LIMIT_S)
 
     @property
     def ranks(self) -> range:

@@ -37,7 +37,9 @@ class Progress:
         on the page where it was before.
         """
         exercises: dict[str, Tried] = {}
-        on_pages = set(itertools.chain(*(page.exercises for page in pages)))
+        on_pages: set[str] = set()
+        for known_page in pages:
+            on_pages.update(known_page.exercises)
         pages = list(pages)
         for page, attempts in recorded.exercises.items():
             for name, tried in attempts.items():
@@ -56,7 +58,9 @@ class Progress:
 
     def sentences(self) -> list[str]:
         """Sentences: how much is passed, how far off the last predictions were, the file."""
-        names = list(itertools.chain(*(page.exercises for page in self.pages)))
+        names: list[str] = []
+        for page in self.pages:
+            names += page.exercises
         sentences = [f"{self._passed(names)} of {format_count(len(names), 'exercise')} passed."]
         choices = [page.first_choice for page in self.pages if page.name in SHORT_PATH]
         if choices:

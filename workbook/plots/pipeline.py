@@ -84,12 +84,7 @@ def _draw(
     chunks = 1 + max(slot.chunk for slot in slots)
     count = len({slot.micro_batch for slot in slots})
     end_s = max(slot.end_s for slot in slots)
-    if unit is None:
-        scale, shown_unit = second_unit(end_s / 2)
-        duration = format_seconds(end_s)
-    else:
-        scale, shown_unit = 1.0, unit
-        duration = f"{format_number(end_s)} {unit}"
+    scale, shown_unit = (1.0, unit) if unit else second_unit(end_s / 2)
     figure, axes = new_axes(1.5 + 0.45 * len(stages), title)
     # A little more than the step, so that the last box has its right edge.
     axes.set_xlim(0, 1.003 * end_s / scale)
@@ -115,15 +110,13 @@ def _draw(
     orders = []
     held = []
     for stage in stages:
-        actions = []
-        for slot in sorted(slots, key=lambda slot: slot.start_s):
-            if slot.rank == stage:
-                actions.append(Action(slot.kind, slot.micro_batch, slot.chunk))
+        actions = _actions_of(stage, slots)
         order = " ".join(map(str, actions[:12]))
         if len(actions) > 12:
             order += " and so on"
         orders.append(f"{row} {stage} {order}")
         held.append(format_number(in_flight(actions) / chunks))
+    duration = f"{format_number(end_s)} {unit}" if unit else format_seconds(end_s)
     words = f"the step takes {duration}, and {row}s are idle for {bubble(slots):.0%} of it"
     sizes = f"{format_count(len(stages), row)} and {format_count(count, 'micro-batch')}"
     usual = "Equal"
@@ -141,6 +134,15 @@ def _draw(
         caption=f"{source}: {words}. {usual} stages without hops would be idle for {formula}. "
         f"Activations of at most {', '.join(held)} micro-batches are held, by {row}.",
     )
+
+
+def _actions_of(rank: int, slots: Sequence[Slot]) -> list[Action]:
+    """The actions of a rank in the order in which it runs them."""
+    actions = []
+    for slot in sorted(slots, key=lambda slot: slot.start_s):
+        if slot.rank == rank:
+            actions.append(Action(slot.kind, slot.micro_batch, slot.chunk))
+    return actions
 
 
 @drawn

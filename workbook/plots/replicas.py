@@ -18,9 +18,7 @@ from workbook.plots.timeline import BOX, draw_spans
 
 
 @drawn
-def replicas(
-    run: Any, model_goodput: float, *, title: str = "What each rank did while hosts failed"
-) -> CaptionedFigure:
+def replicas(run: Any, model_goodput: float) -> CaptionedFigure:
     """Draw a lane per rank, and below them the time that counted, measured and by the formula.
 
     Args:
@@ -30,6 +28,7 @@ def replicas(
     ranks = sorted({span.rank for span in run.spans})
     measured = len(ranks)
     model = measured + 1
+    title = "What each rank did while hosts failed"
     figure, axes = new_axes(1.7 + 0.4 * (len(ranks) + 2), title)
     axes.set_xlim(0, run.duration_s)
     lanes = [*ranks, measured, model]

@@ -129,10 +129,8 @@ def draw_curves(
         middle = list(map(median, points.values()))
         low = list(map(min, points.values()))
         high = list(map(max, points.values()))
-        look: dict[str, Any] = {"linewidth": 1.6, "marker": marker}
-        if name in predicted:
-            # A thin line, so that a model that fits stays visible.
-            look["linewidth"] = 0.6
+        # A thin line, so that a model that fits stays visible.
+        look: dict[str, Any] = {"linewidth": 0.6 if name in predicted else 1.6, "marker": marker}
         lines += axes.plot(list(points), middle, label=name, color=style.color, **look)
         axes.fill_between(list(points), low, high, color=style.color, alpha=0.2, linewidth=0)
     for name, curve in predicted.items():
@@ -228,7 +226,10 @@ def crossings(first: Points, second: Points) -> list[float]:
 
 def _repeats(points: Points) -> Repeats:
     """The repeats in ascending order of size. JSON has the sizes as strings."""
-    return dict(sorted((int(size), as_repeats(seconds)) for size, seconds in points.items()))
+    repeats = {}
+    for size in sorted(points, key=int):
+        repeats[int(size)] = as_repeats(points[size])
+    return repeats
 
 
 def _takeaway(seconds: dict[str, Repeats]) -> str:

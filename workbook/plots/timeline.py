@@ -79,12 +79,9 @@ def timeline(
     label, names = _lane_names(result, trace)
     # 1.5 s is still shown as 1500 ms, so that ticks are integers.
     scale, unit = second_unit((end_s - start_s) / 2)
-    gap = "code outside all spans"
-    shown_title = "What each rank did"
-    if model:
-        gap = "idle time"
-        shown_title = "What each rank should do (predicted)"
-    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title or shown_title)
+    if title is None:
+        title = "What each rank should do (predicted)" if model else "What each rank did"
+    figure, axes = new_axes(1.5 + min(0.45 * len(names), 7), title)
     margin_s = 0.003 * (end_s - start_s)
     axes.set_xlim((start_s - margin_s) / scale, (end_s + margin_s) / scale)
     # Whole, not cut: a bar that goes on beyond the edge has no end there.
@@ -98,10 +95,9 @@ def timeline(
     if is_whole and hasattr(result, "explain"):
         limit = str(result.explain())
     else:
+        gap = "idle time" if model else "code outside all spans"
         limit = str(what_limited(window, start_s, gap))
-    words = limit
-    if not is_whole:
-        words = f"In the part shown: {limit}"
+    words = limit if is_whole else f"In the part shown: {limit}"
     if model:
         words = f"Predicted: {words}"
     beside = _other_threads(window)

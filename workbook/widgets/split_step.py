@@ -67,7 +67,9 @@ def step_data(
 ) -> dict[str, Any]:
     """A step in lanes; memory's longest bar stands for ``uncut_bytes``, or more if a stage is."""
     memory_bytes: dict[str, Sequence[int]] = {"predicted": split.memory_bytes}
-    bars = {"predicted": [(s.rank, (s.kind, s.start_s, s.end_s)) for s in split.slots()]}
+    bars: dict[str, list[tuple[int, Bar]]] = {"predicted": []}
+    for slot in split.slots():
+        bars["predicted"].append((slot.rank, (slot.kind, slot.start_s, slot.end_s)))
     ends = [("predicted", split.step_s, f"predicted {format_seconds(split.step_s)}")]
     longest_bytes = max(uncut_bytes, 1)
     last_s = max(1e-9, split.step_s)
@@ -77,15 +79,16 @@ def step_data(
         step_s = median(run.step_s)
         ends.append(("measured", step_s, f"measured {format_seconds(step_s)}"))
         longest_bytes = max(longest_bytes, *run.memory_bytes)
-        last_s = max(last_s, step_s, *(end_s for _, (_, _, end_s) in bars["measured"]))
+        last_s = max(last_s, step_s)
+        for _, (_, _, end_s) in bars["measured"]:
+            last_s = max(last_s, end_s)
     stages = []
     for stage, (first, end) in enumerate(stage_bounds(split.split_points, num_layers)):
         lanes: dict[str, Any] = {"range": f"{first}–{end - 1}"}
         for look, sizes in memory_bytes.items():
-            lanes[look] = {
-                "spans": [bar for bar_stage, bar in bars[look] if bar_stage == stage],
-                "memory": (sizes[stage] / longest_bytes, format_bytes(sizes[stage])),
-            }
+            spans = [bar for bar_stage, bar in bars[look] if bar_stage == stage]
+            memory = (sizes[stage] / longest_bytes, format_bytes(sizes[stage]))
+            lanes[look] = {"spans": spans, "memory": memory}
         stages.append(lanes)
     return {"stages": stages, "hops": list(_hops(split)), "ends": ends, "last_s": last_s}
 

@@ -49,7 +49,7 @@ class EmulatedLink:
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("latency_s", self.latency_s, 0, MOST_SECONDS)
+        check_number("latency_s", self.latency_s, MOST_SECONDS)
         check_above_zero("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, _INFINITE)
         if self.ranks_per_host is not None:
             check_integer("ranks_per_host", self.ranks_per_host, 1, MOST_RANKS)

@@ -207,13 +207,11 @@ class Session:
         self.barriers += 1
 
     @contextmanager
-    def streaming(
-        self, name: str, dst: int | None = None, kind: str | None = None
-    ) -> Iterator[None]:
+    def streaming(self, name: str, dst: int | None = None) -> Iterator[None]:
         """Wrap a collective of all ranks that writes segments directly into shared memory.
 
         ``dst`` is the rank that reads them: each message is one operation. None stands for all
-        others at once: all messages are one. It is one span, of ``kind`` or the open region's.
+        others at once: all messages are one. It is one span, ``all_reduce``.
         """
         sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
         messages_before, bytes_before = sent.messages, sent.num_bytes
@@ -226,8 +224,9 @@ class Session:
         came_s = self.board.joint_arrived_s(self.rank)
         num_bytes = sent.num_bytes - bytes_before
         messages = (self._numbered_meeting(),) * num_messages
+        end = timer.mark()
         self.recorder.transfer(
-            start, timer.mark(), num_bytes, dst, came_s, kind=kind, messages=messages
+            start, end, num_bytes, dst, came_s, kind="all_reduce", messages=messages
         )
 
     # For the code that manages the run, and for strategies that use several devices

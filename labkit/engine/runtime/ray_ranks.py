@@ -40,6 +40,7 @@ from labkit.engine.runtime.rank_watch import Rows, Watch, with_hosts
 from labkit.engine.runtime.torchrun import watched
 from labkit.engine.runtime.worker import call as run_as, connect
 from labkit.engine.started import MARK, RUN
+from labkit.schedules.ring import chunk_bounds
 from labkit.units import check_integer, format_count
 
 _POLL_S = 0.2
@@ -120,9 +121,7 @@ class _Ranks:
         options = {"is_master": True, "wait_for_workers": False}
         self.store = dist.TCPStore(address, port, **options, master_listen_fd=listener.detach())
         # As evenly as possible, host by host: 5 ranks on 2 hosts are 3 and 2.
-        self.hosts: list[list[int]] = [[] for _ in nodes]
-        for rank, host in enumerate(sorted(rank % len(nodes) for rank in range(world_size))):
-            self.hosts[host].append(rank)
+        self.hosts = [range(*bounds) for bounds in chunk_bounds(world_size, len(nodes))]
         self.names = [node["NodeManagerAddress"] for node in nodes]
         self.actors: list[Any] = []
         for host, ranks in enumerate(self.hosts):

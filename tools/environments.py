@@ -1,7 +1,7 @@
 """The environments of other frameworks, each with packages that do not go together with ours.
 
 ``make horovod`` makes .venv-horovod, ``make tensorflow`` makes .venv-tensorflow. The stamp
-``.ready`` is written last, by tools/other_framework.py: the folder that it was made in, since no
+``.ready`` is written last, by other_framework.py: the folder that it was made in, since no
 environment works from another place, and the SHA-256 of the pins it was made from.
 """
 
@@ -9,7 +9,7 @@ import hashlib
 from pathlib import Path
 
 FRAMEWORKS = ("horovod", "tensorflow")
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def environment_of(framework: str, repository: Path = REPOSITORY) -> Path:
