@@ -49,3 +49,12 @@ def test_a_rank_that_is_as_quick_as_others_is_not_named_for_what_a_server_waits(
     server = [Span(0, "wait", 0, 1, peer=2), Span(0, "update", 1, 2)]
     workers = [[Span(rank, "compute", 0, 2)] for rank in (1, 2)]
     assert "The rest: waiting 17%" in str(what_limited(Trace.merge([server, *workers])))
+
+
+def test_a_slow_rank_is_named_for_the_waiting_where_messages_are_the_limit():
+    slow = [Span(2, "compute", 0, 2), Span(2, "communicate", 2, 5)]
+    others = []
+    for rank in (0, 1):
+        waiting = Span(rank, "wait", 1, 2, peer=2)
+        others.append([Span(rank, "compute", 0, 1), waiting, Span(rank, "communicate", 2, 5)])
+    assert "waiting (mostly for rank 2) 13%" in str(what_limited(Trace.merge([slow, *others])))
