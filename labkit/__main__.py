@@ -35,7 +35,7 @@ def _refuse(message: str) -> NoReturn:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line's parser; ``labkit train`` has an option for each field of RunConfig."""
-    parser = _Parser(prog="labkit", description="Distributed training, learnt by running it.")
+    parser = _Parser(prog="labkit", description="Distributed training, learned by running it.")
     # torch.distributed.launch gives it to every program; what counts is the environment.
     parser.add_argument(
         "--local-rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS

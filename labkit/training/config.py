@@ -172,12 +172,12 @@ class RunConfig:
     outer_momentum: float | None = _own_option(
         None, "ddp with average_every: outer Nesterov momentum (0); DiLoCo's is 0.9"
     )
-    accumulate: int | None = _own_option(None, "micro-batches per update and synchronisation")
+    accumulate: int | None = _own_option(None, "micro-batches per update and synchronization")
     amp: str | None = _own_option(
         None, "mixed precision; tf32: products of float32 on NVIDIA's GPUs"
     )
     sync_batch_norm: bool = _own_option(
-        False, "BatchNorm normalises with the statistics of the global batch"
+        False, "BatchNorm normalizes with the statistics of the global batch"
     )
     compress: str | None = _own_option(None, "ring_all_reduce: compress gradients on the wire")
     hierarchical: bool = _own_option(

@@ -36,7 +36,7 @@ _CAUSES = {
     "batch's (padding, ignored targets, a last short batch), another rate, or clipping, which "
     "hides the factor before it",
     "statistics": "no single factor, and the model has BatchNorm: a rank or a micro-batch "
-    "normalises with its own statistics (sync_batch_norm)",
+    "normalizes with its own statistics (sync_batch_norm)",
     "weights": "no single factor: shares of unequal weight that count alike (a mean of means over "
     "padded or unequal batches), or clipping before the sum",
 }

@@ -40,7 +40,7 @@ def pipeline_timetable(
         unit: of the slots' times, if they are not seconds (``"forwards of a micro-batch"``).
     """
     spans = [Span(slot.rank, slot.kind, slot.start_s, slot.end_s) for slot in slots]
-    return _draw(spans, slots, f"{title} (model)", unit, model=True)
+    return _draw(spans, slots, f"{title} (predicted)", unit, model=True)
 
 
 @drawn

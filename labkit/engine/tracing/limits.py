@@ -235,10 +235,9 @@ def what_limited(
         kind = "bubble" if has_stages and shares[WAIT] > _BUBBLE else _KINDS[largest]
         whose = "the ranks' time" if len(times) > 1 else "the time"
         first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
-    waiting = "waiting"
+    names = _NAMES | {WAIT: "waiting", GAP: gap}
     if is_one and is_slow and len(times) > 2 and shares[WAIT] > _NOTICED:
-        waiting = f"waiting (mostly for rank {most})"
-    names = _NAMES | {WAIT: waiting, GAP: gap}
+        names[WAIT] = f"waiting (mostly for rank {most})"
     hidden = _hidden_share(times.values())
     parts = _describe_rest(kind, shares, names, hidden)
     is_alone = work != _BETWEEN and _is_unfelt(slowest, times, trace.apart)

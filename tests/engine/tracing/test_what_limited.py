@@ -8,6 +8,7 @@ one with straggler 1:6, ``bubble`` model parallelism on 2 stages of equal cost,
 ``late_without_spans`` four ranks at a barrier of which rank 2 sleeps longer.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,11 @@ def test_a_stage_is_idle_until_the_last_one_ends():
     assert what_limited(Trace.merge([first, last])).shares["wait"] == 0.5
 
 
-def test_a_rank_that_is_as_quick_as_others_is_not_named_for_what_a_server_waits():
+def test_only_a_slow_rank_is_named_for_the_waiting():
     server = [Span(0, "wait", 0, 1, peer=2), Span(0, "update", 1, 2)]
     workers = [[Span(rank, "compute", 0, 2)] for rank in (1, 2)]
     assert "The rest: waiting 17%" in str(what_limited(Trace.merge([server, *workers])))
+    slow = [Span(2, "compute", 0, 2), Span(2, "communicate", 2, 5)]
+    spans = Span(0, "compute", 0, 1), Span(0, "wait", 1, 2, peer=2), Span(0, "communicate", 2, 5)
+    others = [[replace(span, rank=rank) for span in spans] for rank in (0, 1)]
+    assert "waiting (mostly for rank 2) 13%" in str(what_limited(Trace.merge([slow, *others])))
