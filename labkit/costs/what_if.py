@@ -13,6 +13,7 @@ from typing import Any
 from labkit.costs.link import Link
 from labkit.costs.more_ranks import on_ranks
 from labkit.costs.replay import Network, Replay, lanes_of
+from labkit.engine.comm.emulated_link import check_link
 from labkit.engine.tracing.limits import Limit, what_limited
 from labkit.engine.tracing.spans import Trace
 from labkit.units import MOST_RANKS, check_above_zero, check_integer, format_number, format_seconds
@@ -95,7 +96,10 @@ def what_if(
         ValueError: what cannot be predicted, and why.
     """
     trace = getattr(run, "trace", run)
+    if not isinstance(trace, Trace):
+        raise ValueError(f"run must be a run's result or its trace, got a {type(run).__name__}")
     _check(trace)
+    check_link(link)
     network = None
     if trace.about.get("link"):
         network = _network(**trace.about["link"])

@@ -51,7 +51,12 @@ def predicted_slots(
         hop_s: by cut, seconds of one transfer, the same in both directions; 0 by default.
     """
     num_ranks = len(streams)
-    hop_s = hop_s or [0.0] * (len(forward_s) - 1)
+    num_stages = len(forward_s)
+    hop_s = hop_s or [0.0] * (num_stages - 1)
+    if len(hop_s) != num_stages - 1:
+        raise ValueError(
+            f"hop_s has {len(hop_s)} transfers for {num_stages} stages: give one per cut"
+        )
     half_s = [seconds / 2 for seconds in backward_s]
     seconds = {"forward": forward_s, "backward": backward_s}
     seconds |= {"backward_input": half_s, "backward_weight": half_s}
@@ -145,5 +150,44 @@ def instructions(
     streams = pipelining.streams(num_ranks, num_micro_batches, first_trained, stages_per_rank)
     if pipelining.hops_beside:
         return tuple(with_hops_beside(streams, first_trained)[rank])
-    exchange = pipelining.exchanges
-    return tuple(with_hops(streams[rank], rank, num_ranks, first_trained, exchange=exchange))
+    programs = []
+    for stage, stream in enumerate(streams):
+        steps = with_hops(stream, stage, num_ranks, first_trained, exchange=pipelining.exchanges)
+        programs.append(tuple(steps))
+    _check_hops(programs)
+    return programs[rank]
+
+
+def _check_hops(programs: Sequence[Sequence[Action | Hop]]) -> None:
+    """Raise ValueError if hops between the actions wait for each other.
+
+    A hop ends when what it sends has been received, and what it receives has been sent.
+    """
+    todo = []
+    for program in programs:
+        todo.append(deque(step for step in program if isinstance(step, Hop)))
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, hops in enumerate(todo):
+            if hops and hops[0].send:
+                peer_hops = todo[hops[0].send.peer]
+                if peer_hops and peer_hops[0].recv and peer_hops[0].recv.peer == rank:
+                    hops[0] = hops[0]._replace(send=None)
+                    peer_hops[0] = peer_hops[0]._replace(recv=None)
+                    has_moved = True
+        for hops in todo:
+            if hops and hops[0] == Hop(None, None):
+                hops.popleft()
+    waits = []
+    for rank, hops in enumerate(todo):
+        if hops and hops[0].send:
+            kind, micro_batch, peer, _ = hops[0].send
+            what = f"the {kind} of micro-batch {micro_batch}"
+            waits.append(f"rank {rank} would send {what} to rank {peer}")
+    if waits:
+        raise ValueError(
+            f"the messages of this schedule wait for each other: {', '.join(waits)}, and none of "
+            "them receives first. Set hops_beside=True, so that messages move beside the actions, "
+            "or change the order of the actions"
+        )

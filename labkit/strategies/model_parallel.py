@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.pipeline import PIPELINES, stages_on_each
 from labkit.schedules.split_points import stage_bounds
+from labkit.schedules.timetable import instructions
 from labkit.strategies.base import MakeOptimizer, trained_parameters
 from labkit.strategies.on_shares import OnShares
 from labkit.strategies.staged_model import StagedModel
@@ -144,6 +145,11 @@ class Pipeline(StagedModel):
         super().__post_init__()
         self.stages_per_rank = stages_on_each(self.schedule, self.stages_per_rank)
         self.pipelining = PIPELINES[self.schedule]
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ValueError for a schedule of one's own that is no training step on these ranks."""
+        options = {"stages_per_rank": self.stages_per_rank}
+        instructions(self.pipelining, 0, world_size, self.micro_batches, **options)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         return self.run_step(inputs, targets, batch_size, self.micro_batches)

@@ -65,12 +65,14 @@ def try_out(
         _check_classes(loss, outputs, targets, parts)
         try:
             returned = None
-            if loss.classes is None:
-                returned = loss.loss(outputs, targets)
-                _check_kind(returned, len(targets))
-            loss(outputs, targets)
+            with torch.enable_grad():
+                if loss.classes is None:
+                    returned = loss.loss(outputs, targets)
+                    _check_kind(returned, len(targets))
+                total, weight = loss(outputs.clone().requires_grad_(), targets)
         except Exception as error:
             raise _misfit(name, inputs, targets, error) from error
+        _check_gradients(name, returned, total, weight)
         if loss.classes is None:
             for division in _divisions(len(targets), seed):
                 _check_division(name, loss, outputs, targets, division)
@@ -204,6 +206,30 @@ def _check_kind(returned: Any, count: int) -> None:
     if returned.dim() > 0 and len(returned) != count:
         shape = list(returned.shape)
         raise ValueError(f"the loss of {count} samples has shape {shape}: {WAYS_OUT}")
+
+
+def _check_gradients(name: str, returned: Any, total: Tensor, weight: Tensor | float) -> None:
+    """Refuse a loss whose gradient is not that of its sum with respect to the outputs.
+
+    ``returned`` is for outputs without a gradient, ``total`` and ``weight`` are for others.
+    """
+    values = returned if isinstance(returned, tuple) else (returned,)
+    if any(isinstance(value, Tensor) and value.requires_grad for value in values):
+        raise ValueError(
+            f"loss {name} depends on parameters, not only on outputs and targets. It would read "
+            "a copy of them, which no step changes: use weight_decay for a penalty on parameters, "
+            "or let the model return what the loss needs"
+        )
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ValueError(
+            f"the weight that loss {name} returns depends on the outputs, and the sum is divided "
+            "by it as by a constant: return weight.detach(), or one loss per sample"
+        )
+    if not total.requires_grad:
+        raise ValueError(
+            f"loss {name} has no gradient with respect to the outputs: leave out .detach(), "
+            ".item() and torch.no_grad() in it"
+        )
 
 
 def _divisions(count: int, seed: int) -> Iterator[list[Tensor]]:

@@ -14,7 +14,7 @@ from ranks import plain, stay
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from labkit.engine.errors import PeerLostError
 
@@ -245,7 +245,8 @@ def profiled(rank):
     x, size = torch.ones(2, 3), dist.get_world_size()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         dist.all_reduce(x)
-        dist.all_reduce(x, async_op=True).wait()
+        work = dist.all_reduce(x, async_op=True)  # and kept, as DDP does
+        work.wait()
         dist.broadcast(x, 0)
         dist.reduce(x, 0)
         dist.all_gather([torch.ones(4) for _ in range(size)], torch.ones(4))
@@ -262,12 +263,16 @@ def profiled(rank):
         else:
             dist.recv(torch.ones(5), 0)
             dist.recv(torch.ones(6))
+        with record_function("after"):
+            pass
     dist.barrier()
     name = dist.get_backend() + ":"
     events = [event for event in recorded.events() if event.name.startswith(name)]
+    (after,) = (event for event in recorded.events() if event.name == "after")
     return {
         "events": [(e.name.removeprefix(name), e.input_shapes) for e in events],
         "took time": all(e.cpu_time_total > 0 for e in events),
+        "has ended": all(e.time_range.end <= after.time_range.start for e in events),
     }
 
 

@@ -307,6 +307,8 @@ def test_the_command_writes_a_trace_that_says_it_is_a_prediction(tmp_path, capsy
 
 def bad(name):
     ring = ring_steps(2, 1200)
+    if name == "its file":
+        return "trace.json"
     if name == "profiler":
         return read_traces([RECORDED / f"profiler_rank{rank}.json.gz" for rank in (0, 1)])[0]
     if name == "old":
@@ -349,6 +351,8 @@ def bad(name):
         ("barriers", {}, "those of process groups"),
         ("sync_batch_norm", {"ranks": 3}, "no ring's"),
         ("ddp", {"stragglers": {1: 0.0}}, "above 0"),
+        ("ddp", {"link": "10ms,1GB/s"}, "must be a labkit.EmulatedLink"),
+        ("its file", {}, "must be a run's result or its trace, got a str"),
     ],
 )
 def test_what_cannot_be_predicted_is_refused_with_a_reason(name, change, words):

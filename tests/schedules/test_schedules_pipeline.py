@@ -8,6 +8,7 @@ import pytest
 
 from labkit.schedules.pipeline import (
     PIPELINES,
+    Action,
     Hop,
     Pipelining,
     gpipe,
@@ -17,7 +18,7 @@ from labkit.schedules.pipeline import (
     stages_on_each,
     with_hops,
 )
-from labkit.schedules.timetable import instructions
+from labkit.schedules.timetable import instructions, predicted_slots
 
 
 def words(actions):
@@ -157,3 +158,17 @@ def test_a_schedule_that_is_no_training_step_is_refused():
         replace(PIPELINES["zero_bubble"], cuts_backward=False).streams(2, 3)
     with pytest.raises(ValueError, match="hops_beside=True"):
         Pipelining(turned_on_rank_1).streams(2, 3)
+
+
+def test_messages_that_would_wait_for_each_other_are_refused():
+    """On paper this schedule ends; but a send between actions waits for its receive."""
+    kinds = {"F": "forward", "B": "backward"}
+    rows = []
+    for row in ("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 F2 F3 B1 B2 B3"):
+        rows.append([Action(kinds[word[0]], int(word[1])) for word in row.split()])
+    pipelining = Pipelining(lambda rank, *sizes: iter(rows[rank]))
+    with pytest.raises(ValueError, match="rank 0 would send the activation of micro-batch 2"):
+        instructions(pipelining, 0, 2, 4)
+    assert len(instructions(replace(pipelining, hops_beside=True), 0, 2, 4)) == 16
+    with pytest.raises(ValueError, match="2 transfers for 2 stages"):
+        predicted_slots(rows, [1.0] * 2, [1.0] * 2, hop_s=[1.0] * 2)

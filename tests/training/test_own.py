@@ -93,11 +93,28 @@ class TwoHeads(nn.Linear):
 
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
+PENALISED = net()
+
+
+def with_penalty(outputs, targets):
+    return cross_entropy(outputs, targets) + PENALISED[0].weight.square().sum()
+
+
+def by_confidence(outputs, targets):
+    """A weighted mean whose weights depend on the parameters."""
+    weights = outputs.softmax(1).amax(1)
+    losses = cross_entropy(outputs, targets, reduction="none")
+    return (losses * weights).sum(), weights.sum()
+
+
 REFUSED = {
     "of type DataLoader.* such as a DataLoader's dataset": {"dataset": LOADER},
     "uses args.*Own.* cannot be pickled .*Create": {"dataset": Points(lock=threading.Lock())},
     r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
     "return the pair": {"loss": lambda x, y: cross_entropy(x, y, reduction="sum")},
+    "depends on parameters, not only on outputs": {"model": PENALISED, "loss": with_penalty},
+    "weight that loss by_confidence .* depends on the outputs": {"loss": by_confidence},
+    "no gradient with respect": {"loss": lambda x, y: cross_entropy(x.detach(), y)},
     "so that shares add up": {"loss": lambda x, y: cross_entropy(x, y, weight=WEIGHTS)},
     "takes no lr and no weight_decay here: leave them": {"optimizer": torch.optim.Adam, "lr": 0.1},
     "classes from 0 to 5, and the model tells 3": {"dataset": (INPUTS, torch.arange(30) % 6)},

@@ -74,6 +74,15 @@ class EmulatedLink:
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
+def check_link(link: object) -> None:
+    """Raise ValueError for what is neither None nor an ``EmulatedLink``."""
+    if link is not None and not isinstance(link, EmulatedLink):
+        raise ValueError(
+            f"link must be a labkit.EmulatedLink, such as EmulatedLink(latency_s=0.01, "
+            f"bandwidth_bytes_per_s=1e8), got {link!r}"
+        )
+
+
 class Card:
     """A network card: until when each of its two sides is busy.
 

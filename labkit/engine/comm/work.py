@@ -66,28 +66,32 @@ class Work(dist.Work):
         self._future: Future[list[Tensor]] | None = None
         # The future to complete at the end, by the thread that pops it.
         self.incomplete: collections.deque[Future[None]] = collections.deque()
-        self._record: Any = None
+        # Completing it ends the profiler's record.
+        self._recorded: Future[None] | None = None
         self._caller = threading.current_thread()
         if name and torch._C._autograd._profiler_enabled():
-            self._record = torch._C._profiler._RecordFunctionFast(f"labkit:{name}", inputs)
-            self._record.__enter__()
+            begin: Any = torch._C._autograd._record_function_with_args_enter  # type: ignore
+            record = begin(f"labkit:{name}", *inputs)
+            self._recorded = Future()
+            # Another thread cannot end a record, as it is not profiled; this callback can.
+            torch.ops.profiler._call_end_callbacks_on_jit_fut(record, self._recorded)
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done; futures are completed later: their callbacks may block."""
         self._error = error
-        if self._record is not None:
-            self._end_record(self._record)
+        if self._recorded is not None:
+            self._end_record(self._recorded)
         self.done.set()
 
-    def _end_record(self, record: Any) -> None:
+    def _end_record(self, recorded: Future[None]) -> None:
         """End it in another thread than the caller's: so the profiler shows it as asynchronous.
 
         That is how gloo's operations are shown, whoever carries them out.
         """
         if threading.current_thread() is not self._caller:
-            record.__exit__(None, None, None)
+            recorded.set_result(None)
             return
-        ending = threading.Thread(target=record.__exit__, args=(None, None, None))
+        ending = threading.Thread(target=recorded.set_result, args=(None,))
         ending.start()
         ending.join()
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.engine.comm.emulated_link import EmulatedLink
+from labkit.engine.comm.emulated_link import EmulatedLink, check_link
 from labkit.engine.comm.peak_memory import PeakMemory
 from labkit.engine.comm.source_lines import cell_sources
 from labkit.engine.devices import check_world_size, plan, print_once
@@ -85,6 +85,7 @@ def run(
     _check_may_run()
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
+    check_link(link)
     started = started_as_rank()
     # What a launcher or Ray need is imported only with them.
     if started is not None:

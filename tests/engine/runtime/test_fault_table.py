@@ -595,6 +595,8 @@ def test_20_pickling(case):
     case.refused(lambda: run(lambda comm: lock, world_size=2), *inside)
     case.refused(lambda: run(print, {"a": lock}, world_size=2), "args[0]['a'] (_thread.lock)")
     case.refused(lambda: run(3, world_size=1), "fn must be a function of a comm, got int")
+    link = "10ms,1GB/s"
+    case.refused(lambda: run(print, world_size=1, link=link), "must be a labkit.EmulatedLink")
 
 
 def test_21_printing(case):
