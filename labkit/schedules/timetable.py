@@ -151,8 +151,8 @@ def instructions(
     if pipelining.hops_beside:
         return tuple(with_hops_beside(streams, first_trained)[rank])
     programs = []
-    for stage, stream in enumerate(streams):
-        steps = with_hops(stream, stage, num_ranks, first_trained, exchange=pipelining.exchanges)
+    for owner, stream in enumerate(streams):
+        steps = with_hops(stream, owner, num_ranks, first_trained, exchange=pipelining.exchanges)
         programs.append(tuple(steps))
     _check_hops(programs)
     return programs[rank]
