@@ -247,7 +247,9 @@ def _spans_of(
     for event in noted:
         kind = event["kind"]
         if kind == "step":
-            kind = "run again" if event["step"] in done else "train"
+            kind = "train"
+            if event["step"] in done:
+                kind = "run again"
             done.add(event["step"])
         start_s = event["start_s"] - begun_s
         end_s = event["end_s"] - begun_s

@@ -87,7 +87,7 @@ def build() -> nn.Sequential:
 
 def mesh_tp(ranks: int) -> int:
     """The side of the mesh over which layers are cut: two, if the ranks can be halved."""
-    return 2 if ranks % 2 == 0 else 1
+    return math.gcd(2, ranks)
 
 
 def options_of(name: str, ranks: int) -> dict[str, Any]:

@@ -84,7 +84,9 @@ def _styles(names: Mapping[str, object]) -> dict[str, Style]:
     styles = {}
     for name in names:
         style, *_ = looks[_base(name)]
-        styles[name] = style if name == _base(name) else style.model
+        styles[name] = style
+        if name != _base(name):
+            styles[name] = style.model
     return styles
 
 

@@ -104,7 +104,9 @@ def ratio_words(ratios: Sequence[float], look: str) -> str:
     high = format_number(max(ratios))
     times = f"{low} to {high} times"
     if low == high:
-        times = "equal to" if low == "1" else f"{low} times"
+        times = f"{low} times"
+    if low == high == "1":
+        times = "equal to"
     return f"What was measured is {times} what was predicted ({look})."
 
 

@@ -101,7 +101,9 @@ def _stack(axes: Any, x: float, ledger: Ledger, scale: float, is_model: bool) ->
     """Draw a ledger as a bar at ``x``, kind upon kind; returns its height."""
     height = 0.0
     for kind in _kinds_of([ledger]):
-        look = LEDGER[kind].model if is_model else LEDGER[kind]
+        look = LEDGER[kind]
+        if is_model:
+            look = look.model
         axes.bar(x, ledger[kind] / scale, 0.34, height, **look.fill)
         height += ledger[kind] / scale
     return height

@@ -141,7 +141,9 @@ def ring_step(step: int, world_size: int) -> CaptionedFigure:
     words = f"Start: each of {world_size} ranks holds its own numbers, and none has moved."
     if state.messages:
         sent = ["rank {0} sends chunk {2} to rank {1}".format(*move) for move in state.messages]
-        verb = "adds" if "share_reduce" in title else "copies"
+        verb = "copies"
+        if "share_reduce" in title:
+            verb = "adds"
         words = f"{title.replace(':', ',').capitalize()}: {', '.join(sent)}."
         words += f" Each {verb} what comes in."
     return CaptionedFigure(

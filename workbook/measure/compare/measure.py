@@ -192,6 +192,6 @@ def config_of(contender: Row, config: Row) -> Row:
     if config["strategy"] == "mesh":
         # Only the transformer's layers can be cut.
         other_side = "tp" if config["model"] == "gpt" else "pp"
-        config[other_side] = 2 if ranks % 2 == 0 else 1
+        config[other_side] = math.gcd(2, ranks)
         config["dp"] = ranks // config[other_side]
     return config

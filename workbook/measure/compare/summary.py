@@ -142,7 +142,9 @@ def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
     for row in record["skipped"]:
-        outcome = "failed" if row["failed"] else "not run"
+        outcome = "not run"
+        if row["failed"]:
+            outcome = "failed"
         ranks = format_count(row["world_size"], "rank")
         parts.append(f"{outcome}: {row['contender']} on {ranks}: {row['reason']}")
     notes = {run["contender"]: run["note"] for run in record["runs"] if run.get("note")}
