@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26700,
+    "labkit": 26850,
     "notebooks": 900,
-    "tests": 27330,
+    "tests": 27400,
     "tools": 1720,
     "workbook": 16600,
 }
