@@ -76,7 +76,7 @@ class Gradients:
                 self.hooked.add(parameter)
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        if parameter.grad.layout != torch.strided:
+        if parameter.grad is not None and parameter.grad.is_sparse:
             raise ValueError(
                 f"the gradient of {self.names[parameter]!r} is sparse, and only dense ones are "
                 "reduced: make its layer with sparse=False"
