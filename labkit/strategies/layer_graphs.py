@@ -73,7 +73,9 @@ class LayerGraphs:
         del self.leaving
         waiting = []
         for graph in reversed(self._graphs):
-            if graph.end is None or gradient is None:
+            if graph.end is None:
+                gradient = None
+            if gradient is None:
                 break
             if graph.trained:
                 graph.gradient = gradient

@@ -93,6 +93,30 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch(monkeypatch):
             assert largest_difference(state, due) < 1e-10, (name, builtin)
 
 
+class Detach(nn.Module):
+    def forward(self, inputs):
+        return inputs.detach()
+
+
+def detached():
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Detach(), nn.Linear(6, 6), nn.Tanh())
+
+
+def train_detached(comm, strategies_by_case):
+    return [trained(comm, strategy, detached, (6, 9)) for strategy in strategies_by_case]
+
+
+def test_layers_that_detach_end_the_gradient_of_the_stages_before():
+    cases = []
+    for technique in ("model_parallel", "zero_bubble", "recompute"):
+        # It is the last layer of a stage, all of one, and the first of one.
+        cases += [made(technique, points) for points in ((1, 3), (2, 3), (1, 2))]
+    (alone,) = run(train_detached, [strategies.get("single")()], world_size=1).values[0]
+    for states in run(train_detached, cases, world_size=3).values:
+        for case, state in zip(cases, states, strict=True):
+            assert largest_difference(state, alone) < 1e-10, case
+
+
 class Masked(nn.Module):
     """A dropout by the random numbers of Python and NumPy; its rate is a buffer that falls."""
 
