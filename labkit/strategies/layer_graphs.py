@@ -86,7 +86,11 @@ class LayerGraphs:
                 gradient = None
                 continue
             (gradient,) = torch.autograd.grad(
-                graph.end, graph.begin, gradient, retain_graph=bool(graph.trained)
+                graph.end,
+                graph.begin,
+                gradient,
+                retain_graph=bool(graph.trained),
+                allow_unused=True,
             )
         self._graphs = waiting
         return gradient

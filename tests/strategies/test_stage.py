@@ -98,23 +98,41 @@ class Detach(nn.Module):
         return inputs.detach()
 
 
+class Learned(nn.Linear):
+    """Outputs that do not depend on the inputs."""
+
+    def forward(self, inputs):
+        return super().forward(torch.ones_like(inputs))
+
+
+def ended_by(layer):
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), layer, nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
 def detached():
-    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), Detach(), nn.Linear(6, 6), nn.Tanh())
+    return ended_by(Detach())
 
 
-def train_detached(comm, strategies_by_case):
-    return [trained(comm, strategy, detached, (6, 9)) for strategy in strategies_by_case]
+def unused():
+    return ended_by(Learned(6, 6))
 
 
-def test_layers_that_detach_end_the_gradient_of_the_stages_before():
+def train_ended(comm, cases):
+    return [trained(comm, strategy, model, (6, 9)) for strategy, model in cases]
+
+
+@pytest.mark.parametrize("model", [detached, unused])
+def test_layers_without_a_gradient_of_their_input_end_that_of_the_stages_before(model):
     cases = []
     for technique in ("model_parallel", "zero_bubble", "recompute"):
         # It is the last layer of a stage, all of one, and the first of one.
-        cases += [made(technique, points) for points in ((1, 3), (2, 3), (1, 2))]
-    (alone,) = run(train_detached, [strategies.get("single")()], world_size=1).values[0]
-    for states in run(train_detached, cases, world_size=3).values:
+        cases += [(made(technique, points), model) for points in ((1, 3), (2, 3), (1, 2))]
+    alone = [(strategies.get("single")(), model)]
+    (due,) = run(train_ended, alone, world_size=1).values[0]
+    for states in run(train_ended, cases, world_size=3).values:
         for case, state in zip(cases, states, strict=True):
-            assert largest_difference(state, alone) < 1e-10, case
+            assert largest_difference(state, due) < 1e-10, case
 
 
 class Masked(nn.Module):
