@@ -75,6 +75,7 @@ class LayerGraphs:
         for graph in reversed(self._graphs):
             if graph.end is None:
                 gradient = None
+                break
             if gradient is None:
                 break
             if graph.trained:

@@ -25,7 +25,7 @@ def test_shapes_on_paper_are_those_of_a_real_run(name):
         assert (value.shape, value.dtype) == (shape, dtype)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_a_scripted_module_is_one_layer():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     assert len(layers_of(nn.Sequential(scripted, nn.Linear(4, 4)))) == 2
