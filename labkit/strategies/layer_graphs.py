@@ -73,7 +73,10 @@ class LayerGraphs:
         del self.leaving
         waiting = []
         for graph in reversed(self._graphs):
-            if graph.end is None or gradient is None:
+            if graph.end is None:
+                gradient = None
+                break
+            if gradient is None:
                 break
             if graph.trained:
                 graph.gradient = gradient
@@ -84,7 +87,11 @@ class LayerGraphs:
                 gradient = None
                 continue
             (gradient,) = torch.autograd.grad(
-                graph.end, graph.begin, gradient, retain_graph=bool(graph.trained)
+                graph.end,
+                graph.begin,
+                gradient,
+                retain_graph=bool(graph.trained),
+                allow_unused=True,
             )
         self._graphs = waiting
         return gradient

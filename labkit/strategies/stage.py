@@ -181,7 +181,8 @@ class Stage:
                 if kind == "backward":
                     self._finish_weights(micro_batch)
                 return input_gradient
-            torch.autograd.backward(leaving, gradient)
+            if leaving.requires_grad:
+                torch.autograd.backward(leaving, gradient)
             self.meter.remove((self.index, micro_batch))
             return entering.grad
 

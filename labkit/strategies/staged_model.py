@@ -166,7 +166,8 @@ class StagedModel(Strategy):
             )
         self._is_running = True
         count = min(micro_batches, len(targets))
-        self.inputs = inputs.tensor_split(max(1, count))
+        # As .data, each may be changed in place: views of one tensor would share its version.
+        self.inputs = [part.data for part in inputs.tensor_split(max(1, count))]
         self._batch_size = batch_size
         self.loss_sum = targets.new_zeros((), dtype=torch.float64)
         self.hops = Hops(self.stage_comm, beside=self.pipelining.hops_beside)
@@ -234,7 +235,9 @@ class StagedModel(Strategy):
         else:
             result = stage.forward(micro_batch, received)
         if made:
-            assert result is not None, "the layers use their input"
+            if result is None:
+                # Layers that detach their input, or do not use it, have no gradient of it.
+                result = self._landing(self.inputs[micro_batch], stage.index).zero_()
             self.hops.hand_on(made, result)
 
     def scaled_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _is_chain(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     # A subclass that overrides forward may do anything between the layers.
     if type(module).forward is not nn.Sequential.forward or not module._modules:
         return False

@@ -93,6 +93,57 @@ def test_batch_norm_sees_the_whole_batch_or_each_micro_batch(monkeypatch):
             assert largest_difference(state, due) < 1e-10, (name, builtin)
 
 
+class Detach(nn.Module):
+    def forward(self, inputs):
+        return inputs.detach()
+
+
+class Learned(nn.Linear):
+    """Outputs that do not depend on the inputs."""
+
+    def forward(self, inputs):
+        return super().forward(torch.ones_like(inputs))
+
+
+def ended_by(layer):
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6), layer, nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def detached():
+    return ended_by(Detach())
+
+
+def unused():
+    return ended_by(Learned(6, 6))
+
+
+class Doubled(nn.Module):
+    def forward(self, inputs):
+        return inputs.mul_(2)
+
+
+def in_place():
+    return nn.Sequential(Doubled(), nn.Linear(6, 6), Doubled(), nn.Tanh(), nn.Linear(6, 6))
+
+
+def train_odd(comm, cases):
+    return [trained(comm, strategy, model, (6, 9)) for strategy, model in cases]
+
+
+@pytest.mark.parametrize("model", [detached, unused, in_place])
+def test_layers_without_a_gradient_of_their_input_and_in_place_ones_are_as_on_one_device(model):
+    cases = []
+    for technique in ("model_parallel", "zero_bubble", "recompute"):
+        # The odd layer is the last of a stage, all of one, and the first of one.
+        cases += [(made(technique, points), model) for points in ((1, 3), (2, 3), (1, 2))]
+    alone = [(strategies.get("single")(), model)]
+    (due,) = run(train_odd, alone, world_size=1).values[0]
+    for states in run(train_odd, cases, world_size=3).values:
+        for case, state in zip(cases, states, strict=True):
+            assert largest_difference(state, due) < 1e-10, case
+
+
 class Masked(nn.Module):
     """A dropout by the random numbers of Python and NumPy; its rate is a buffer that falls."""
 

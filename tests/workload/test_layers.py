@@ -25,6 +25,14 @@ def test_shapes_on_paper_are_those_of_a_real_run(name):
         assert (value.shape, value.dtype) == (shape, dtype)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_scripted_module_is_one_layer():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    assert len(layers_of(nn.Sequential(scripted, nn.Linear(4, 4)))) == 2
+    with pytest.raises(ValueError, match="cannot be cut into layers"):
+        layers_of(scripted)
+
+
 def test_what_a_forward_keeps_for_its_backward_in_bytes():
     linear = nn.Linear(4, 4)
     inputs = torch.randn(3, 4)

@@ -86,9 +86,8 @@ def run(
     check_world_size(world_size, warn=hosts is None)
     check_above_zero("timeout_s", timeout_s, MOST_SECONDS)
     check_link(link)
-    started = started_as_rank()
     # What a launcher or Ray need is imported only with them.
-    if started is not None:
+    if started_as_rank() is not None:
         from labkit.engine.runtime import torchrun
 
         if hosts is not None:

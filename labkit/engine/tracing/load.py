@@ -20,6 +20,8 @@ _IN_FOLDERS = re.compile(r"\.(?:json|json\.gz|jsonl|pickle|pkl|html|txt)$|^[^.]*
 # A profile of 200 MB has a million events; of most, nothing or only name and times are read.
 _UNUSED = {"python_function", "overhead", "ac2g", "fwdbwd", "async_cpu_to_gpu", "cuda_sync"}
 _RUNTIME = re.compile(r"runtime|driver", re.IGNORECASE)
+# Calls of other devices' runtimes have names of their own.
+_OTHER_RUNTIME = re.compile(r"(?!cuda|hip)\w+_(?:runtime|driver)")
 _COLLECTIVE = re.compile("reduce|gather|scatter|all_?to_?all|broadcast|ccl|gloo", re.IGNORECASE)
 # Stands for all events in which a host started work on a GPU.
 LAUNCH = {"ph": "launch", "name": "launch"}
@@ -109,7 +111,8 @@ def _drop_unused(item: dict[str, Any]) -> dict[str, Any] | None:
     if category in _UNUSED:
         return None
     if _RUNTIME.search(category):
-        return LAUNCH if "Launch" in name else None
+        is_launch = "Launch" in name or _OTHER_RUNTIME.match(category)
+        return LAUNCH if is_launch else None
     is_ours = "num_bytes" in (item.get("args") or ())
     if item["ph"] == "X" and not is_ours and not _COLLECTIVE.search(name):
         item.pop("args", None)

@@ -182,8 +182,8 @@ def _read_profile(path: Path, head: dict[str, Any], number: int, later_s: float)
                 profile.add_backend_event(event)
     elif LAUNCH in head["traceEvents"] or only_starts:
         raise ValueError(
-            f"{path} has no events of a GPU, though its program ran on one, and what limited it "
-            "cannot be seen on the host: profile with ProfilerActivity.CUDA"
+            f"{path} has no events of a GPU, though its program ran on one or on another device, "
+            "and what limited it cannot be seen on the host: profile with ProfilerActivity.CUDA"
         )
     else:
         _add_operators(profile, on_host)

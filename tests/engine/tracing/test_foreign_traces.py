@@ -216,6 +216,12 @@ def test_files_that_were_merged_into_one_are_refused(tmp_path):
             explain([profile(tmp_path, 0, merged)])
 
 
+def test_a_profile_of_another_accelerator_is_refused(tmp_path):
+    events = [event("aten::mm", 0, 9, "cpu_op"), event("enqueueCommand", 1, 1, "mtia_runtime")]
+    with pytest.raises(ValueError, match="no events of a GPU"):
+        explain([profile(tmp_path, 0, events)])
+
+
 def test_a_profile_of_an_empty_step_is_refused(tmp_path):
     # So ends a profile whose schedule records on when the loop is over.
     with pytest.raises(ValueError, match="no operators or kernels"):
