@@ -174,6 +174,16 @@ def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
     out.sum().backward()
 
 
+def _below_cap(rule: Callable, sizes: list[int], cap: int, first_cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes))):
+        held = sum(sizes[i] for i in buckets[-1])
+        if held + sizes[index] > (cap if len(buckets) > 1 else first_cap):
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
+
+
 # Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself. In the first
 # two the last bucket is exactly full, and none follows it.
 @solved(
@@ -188,6 +198,7 @@ def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
         "a bucket that holds exactly its cap is full": (
             lambda rule, sizes, cap, first_cap: rule(sizes, cap + 1, first_cap + 1)
         ),
+        "the parameter with which a bucket reaches its cap is in it, too": _below_cap,
         "the last parameter comes first, as in backward": lambda rule, sizes, *caps: [
             [len(sizes) - 1 - index for index in bucket] for bucket in rule(sizes[::-1], *caps)
         ],

@@ -48,6 +48,7 @@ def _form_quorum(
     *,
     has_majority: Callable[[int, int], bool] = lambda count, size: 2 * count > size,
     counts_newcomers: bool = False,
+    needs_voters: bool = False,
     asks_unhealthy: bool = False,
 ) -> Quorum:
     healthy = sorted(
@@ -58,7 +59,7 @@ def _form_quorum(
         voters = [replica for replica in healthy if replica in last]
     if last and not has_majority(len(voters), len(last)):
         return [], []
-    if not healthy or len(healthy) < min_replicas:
+    if not healthy or len(voters if needs_voters and last else healthy) < min_replicas:
         return [], []
     asked = answers if asks_unhealthy else healthy
     newest = max(answers[replica][1] for replica in asked)
@@ -100,6 +101,9 @@ def _more_answers(random: Random) -> list[tuple]:
         ),
         "a replica that was not in the last quorum joins this one, but has no vote": (
             lambda rule, *case: _form_quorum(*case, counts_newcomers=True)
+        ),
+        "newcomers count for min_replicas, which the whole quorum has to reach": (
+            lambda rule, *case: _form_quorum(*case, needs_voters=True)
         ),
         "the newest step is that of the quorum: a replica that is not healthy leads nobody": (
             lambda rule, *case: _form_quorum(*case, asks_unhealthy=True)

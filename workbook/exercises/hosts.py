@@ -201,6 +201,9 @@ local_sgd = Check(
         "step begins at 0, so step % every == 0 takes the mean after the first step already": (
             lambda rank, case: _trained(case, rank, first_step=0)
         ),
+        "the mean comes after each `every` steps, and at the end, not after the first step": (
+            lambda rank, case: _trained(case, rank, first_step=0, at_end=False)
+        ),
     },
     rule=same_bits,
     target=_an_all_reduce_per_average,

@@ -157,4 +157,6 @@ def best_cuts(
     if split.step_s <= best_s * (1 + 1e-9):
         return None
     text += f": its step takes {format_seconds(split.step_s)}, expected {format_seconds(best_s)}"
+    if points and predict_split(profile, (), link).step_s == best_s:
+        text += "\none device, without a cut, is the quickest: () is a split, too"
     return Wrong(text)

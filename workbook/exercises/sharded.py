@@ -60,6 +60,15 @@ def ledger(num_bytes: int, world_size: int, stage: int) -> list[int]:
         "after share_reduce rank r has the sum of chunk (r + 1) mod P, not of chunk r": (
             lambda rule, size, rank, P: rule(size, (rank - 1) % P, P)
         ),
+        "chunks differ by one element at most: the remainder is not the last one's": (
+            lambda rule, size, rank, P: [
+                size // P * ((rank + 1) % P),
+                size if rank == P - 2 else size // P * ((rank + 1) % P + 1),
+            ]
+        ),
+        "each longer chunk before it moves the start by one": lambda rule, size, rank, P: (
+            [edge - min((rank + 1) % P, size % P) for edge in rule(size, rank, P)]
+        ),
         "the longer chunks come first, not last": (
             lambda rule, size, rank, P: [size * ((rank + 1) % P + end) // P for end in (0, 1)]
         ),
@@ -133,7 +142,13 @@ update = Check(
             for rank in range(case.world_size)
         },
     },
-    mistakes={"the parts that other ranks update are as they were: share_only them": _unshared},
+    mistakes={
+        "the parts that other ranks update are as they were: share_only them": _unshared,
+        "the momentum is as it was given: write into it": lambda rank, case: [
+            _updated(rank, case)[0],
+            _own(_momentum(case), rank, case.world_size),
+        ],
+    },
     target=_two_passes,
 )
 

@@ -89,6 +89,9 @@ _MEMORIES = (
         "a float32 number takes 4 bytes": (
             lambda largest, p, s, k, m: int(largest(p, (2 + s) / 4 - 2, k, m))
         ),
+        "the optimizer's numbers take 4 bytes each, too": (
+            lambda largest, p, s, k, m: int(largest(p, s / 4, k, m))
+        ),
         "a part of a sample does not fit: round down": (
             lambda largest, p, s, k, m: max(0, round((m - 4 * (2 + s) * p) / k))
         ),

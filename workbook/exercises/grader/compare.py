@@ -116,17 +116,17 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
 def other_kind(value: Any, expected: Any) -> str | None:
     """Say so if the value has another kind or shape than expected."""
     expected = plain(expected)
+    given = plain(value)
     value = fit(value, expected)
-    kind = kind_of(value)
     expected_kind = kind_of(expected)
-    if kind == expected_kind:
+    if kind_of(value) == expected_kind:
         return None
     if isinstance(value, list) and isinstance(expected, list):
         leaves = _leaves(value) + _leaves(expected)
         few = len(leaves) <= 4 * _MOST_SHOWN
         if few and all(isinstance(leaf, (int, float, str)) for leaf in leaves):
             return f"it is {beside(value, expected)}"
-    return f"it is {kind}, expected {expected_kind}"
+    return f"it is {kind_of(given)}, expected {expected_kind}"
 
 
 def _leaves(value: Any) -> list:

@@ -5,14 +5,22 @@ traffic, shows one verdict, and never raises.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from labkit.engine.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
-from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
+from workbook.exercises.grader.exercise import (
+    Case,
+    Exercise,
+    Found,
+    Problem,
+    Ranks,
+    new_seed,
+)
 from workbook.exercises.grader.judge_traffic import (
     ROWS,
     by_rank,
@@ -88,11 +96,13 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     if is_stub(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     seed = new_seed()
     cases: list[Case] = []
-    # The wrong values that are searched for their cause, of few ranks, but not of the fewest.
+    # The wrong values that are searched for their cause, of few ranks, but not of the fewest. And
+    # those of other world sizes, which the cause has to explain, too.
     searched: dict[Case, Ranks] = {}
+    further: dict[Case, Ranks] = {}
     for world_size in world_sizes:
         cases = exercise.cases(world_size, seed)
         try:
@@ -107,8 +117,15 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         problems |= problems_here
         columns[world_size] = _column(exercise, tried, problems_here)
         if "values" in problems_here and (not searched or world_size <= _ENOUGH):
+            further |= searched
             searched = tried
-    notes = [_with_cause(problem, fn, exercise, searched) for problem in [*problems.values()][:1]]
+        else:
+            further |= tried
+    notes = []
+    for row, problem in [*problems.items()][:1]:
+        if row == "values":
+            problem = _with_cause(problem, fn, exercise, searched, further)
+        notes.append(_in_words(problem))
     return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
 
 
@@ -116,9 +133,9 @@ def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> lis
     """Why the values of calls that went without an error are wrong, if that can be found."""
     with suppress(DidNotFinish):
         tried = outcomes_of(fn, exercise, cases) if cases else {}
-        facts, *cause = (value_problem(exercise, tried) or "").split("\n")[:2]
-        note = _with_cause("\n".join([facts, *cause]), fn, exercise, tried)
-        return [note] if "\n" in note else []
+        if problem := value_problem(exercise, tried):
+            problem = _with_cause(problem._replace(hint=""), fn, exercise, tried)
+            return [_in_words(problem)] if problem.cause else []
     return []
 
 
@@ -144,31 +161,45 @@ def _verdict(
     return Verdict(exercise.name, status, heads, rows, notes, caption)
 
 
-def _with_cause(problem: str, fn: Callable, exercise: Exercise, tried: dict[Case, Ranks]) -> str:
-    """What is wrong, and before it, in the first line, why, if that is known or can be found."""
-    facts, cause, hint = f"{problem}\n\n".split("\n")[:3]
-    if not cause and ", expected " in facts:
-        cause = likely_mistake(fn, exercise, tried) or hint
-    sentences = [sentence[0].upper() + sentence[1:] for sentence in (cause, facts) if sentence]
-    return ".\n".join(sentences) if cause else facts
+def _with_cause(
+    problem: Problem,
+    fn: Callable,
+    exercise: Exercise,
+    tried: dict[Case, Ranks],
+    further: Mapping[Case, Ranks] = MappingProxyType({}),
+) -> Problem:
+    """The problem with its cause, if that can be found, or else with what may be the cause."""
+    if problem.cause:
+        return problem
+    return problem._replace(cause=likely_mistake(fn, exercise, tried, further) or problem.hint)
 
 
-def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
+def _in_words(problem: Problem) -> str:
+    """What is wrong, and before it, in the first line, why, if that is known."""
+    if not problem.cause:
+        return problem.facts
+    sentences = [problem.cause, problem.facts]
+    return ".\n".join(sentence[:1].upper() + sentence[1:] for sentence in sentences)
+
+
+def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, Problem]:
     """By row of the table: what is wrong on one world size, the first thing first."""
     problems = {}
     if problem := value_problem(exercise, tried):
         problems["values"] = problem
-    problems |= traffic_problems(exercise, tried)
+    for row, facts in traffic_problems(exercise, tried).items():
+        problems[row] = Problem(facts)
     if problems:
         return problems
     for case, ranks in tried.items():
         if broken := exercise.rule(case, ranks):
-            return {"rule": f"all results are right, but {exercise.where(case)}: {broken}"}
+            facts = f"all results are right, but {exercise.where(case)}: {broken}"
+            return {"rule": Problem(facts)}
     return {}
 
 
 def _column(
-    exercise: Exercise, tried: dict[Case, Ranks], problems: dict[str, str]
+    exercise: Exercise, tried: dict[Case, Ranks], problems: dict[str, Problem]
 ) -> dict[str, str]:
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))

@@ -22,40 +22,51 @@ from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.transport import Transport
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.launch import run
-from workbook.exercises.grader.compare import agree
+from workbook.exercises.grader.compare import agree, plain
 from workbook.exercises.grader.exercise import Case, Exercise, Ranks
 from workbook.exercises.grader.mistakes import with_one_mistake
-from workbook.exercises.grader.on_ranks import call_once, draw_alike
+from workbook.exercises.grader.on_ranks import call_once, draw_alike, limit_memory
 from workbook.notebook.pages import page_files
 
 # Then the search ends without a result (seconds of computing, seconds in all), a message counts as
 # lost, a loop as endless.
-_COMPUTING_S = 3.0
-_TIMEOUT_S = 8.0
+_COMPUTING_S = 4.0
+_TIMEOUT_S = 10.0
 _MESSAGE_S = 0.1
 _MOST_TURNS = 1_000
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
-_MOST_PHRASES = (2, 1, 1)
+_MOST_PHRASES = (2, 2, 1)
+# Fewer answers of a few kinds, such as True and False, may be alike by chance.
+_MANY_CHOICES = 16
 _CHOICES = (bool, str, type(None))
 _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 
 
-def likely_mistake(fn: Callable, exercise: Exercise, tried: Mapping[Case, Ranks]) -> str:
-    """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
+def likely_mistake(
+    fn: Callable,
+    exercise: Exercise,
+    tried: Mapping[Case, Ranks],
+    further: Mapping[Case, Ranks],
+) -> str:
+    """Return what explains the values of all ranks in all cases, in words; "" if in doubt.
+
+    ``further``: cases that are tried only for what explains those ``tried``.
+    """
     values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
+    more = {case: [outcome.value for outcome in ranks] for case, ranks in further.items()}
     results = [value for of_case in values.values() for value in of_case]
-    if all(type(result) in _CHOICES for result in results):
+    if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
     # There may be no such page, a changed function may not end, a name may not travel.
     with suppress(LookupError, OSError, ValueError, WorkerError):
         solutions, words = _page_of(exercise.name)
-        used = " ".join(solutions)
+        used = set(re.findall(r"\w+", " ".join(solutions)))
         names = {
             name: value
             for name, value in getattr(fn, "__globals__", {}).items()
             if name in used and (callable(value) or isinstance(value, ModuleType))
         }
-        args = exercise.to_run(), solutions, words, names, values
+        args = exercise.to_run(), solutions, words, names, values, more
         ran = run(_fitting, *args, world_size=1, device="cpu", timeout_s=_TIMEOUT_S)
         if ran.values[0]:
             return f"the same values come from a solution {', or '.join(ran.values[0])}"
@@ -87,18 +98,20 @@ def _fitting(
     words: list[str],
     names: dict[str, Any],
     values: Mapping[Case, list[Any]],
+    further: Mapping[Case, list[Any]],
 ) -> list[str]:
     """The phrases of the mistakes that fit, of the lowest level with any; none if in doubt."""
     end_s = time.process_time() + _COMPUTING_S
     torch.set_num_threads(1)
+    limit_memory()
     for solution in solutions:
         exec(solution, names)
     *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
     right = {}
     for case, of_case in values.items():
-        right[case] = agree(_played(names[name], exercise, case), of_case)
+        right[case] = _same(_played(names[name], exercise, case), of_case)
     # The calls that went wrong come first: they tell mistakes apart.
-    calls = sorted(values.items(), key=lambda call: right[call[0]])
+    calls = [*sorted(values.items(), key=lambda call: right[call[0]]), *further.items()]
     counted = re.sub(r"\bwhile (.*):", r"while _count_turn() and (\1):", solutions[-1])
     fitting: list[list[str]] = [[], [], []]
     for phrase, level, code in with_one_mistake(counted, words):
@@ -109,13 +122,28 @@ def _fitting(
         turns = iter(range(1, _MOST_TURNS))
         changed = names | {"_count_turn": lambda turns=turns: next(turns)}
         exec(code, changed)
-        fits = (agree(_played(changed[name], exercise, case), value) for case, value in calls)
+        fits = (_same(_played(changed[name], exercise, case), value) for case, value in calls)
         if all(fits):
             fitting[level].append(phrase)
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
             return phrases if len(phrases) <= most else []
     return []
+
+
+def _same(played: list[Any], values: list[Any]) -> bool:
+    """Tell if two results agree, where zeros stand for what was not written (torch.empty)."""
+    return agree(_with_zeros(played), _with_zeros(values))
+
+
+def _with_zeros(value: Any) -> Any:
+    """The value without NaN, which ``draw_alike`` puts into new tensors."""
+    value = plain(value)
+    if isinstance(value, list):
+        return [_with_zeros(entry) for entry in value]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+    return 0.0 if isinstance(value, float) and value != value else value
 
 
 def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:

@@ -81,7 +81,7 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
     raise failure
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     """In a rank: an endless list ends in a MemoryError, and not the machine."""
     # Linux tells how much the process holds; other systems do not.
     with contextlib.suppress(OSError, ValueError):
@@ -93,7 +93,7 @@ def _limit_memory() -> None:
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
-    _limit_memory()
+    limit_memory()
     for number, case in enumerate(cases):
         if number:
             # A message that one call left unreceived must not be received by the next call.
