@@ -14,7 +14,7 @@ from workbook import check
 from workbook.exercises.ddp import _model as ddp_model
 from workbook.exercises.grader import grader, on_ranks, solved
 from workbook.exercises.grader.exercise import Case
-from workbook.exercises.grader.judge_values import _wrong_part, in_words, made_of
+from workbook.exercises.grader.judge_values import in_words, made_of, wrong_part
 
 NAIVE = check.ring.naive_all_reduce
 
@@ -66,8 +66,8 @@ def test_a_sum_of_products_may_be_rounded_in_another_order():
         case = Case(4, 6, seed)
         y, _, of_weight = column.expected(0, case)
         first, *others = column.parts(case).values()
-        assert not _wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
-        assert _wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
+        assert not wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
+        assert wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
 
 
 def test_a_gradient_may_be_rounded_in_another_order():
@@ -79,8 +79,8 @@ def test_a_gradient_may_be_rounded_in_another_order():
         inputs, targets, batch_size = average.inputs(0, case)
         loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / batch_size
         value = torch.cat([one.flatten() for one in autograd.grad(loss, [*model.parameters()])])
-        assert not _wrong_part(average, case, 0, value)
-        assert _wrong_part(average, case, 0, 1.0001 * value)
+        assert not wrong_part(average, case, 0, value)
+        assert wrong_part(average, case, 0, 1.0001 * value)
 
 
 def test_a_difference_of_one_element_may_be_rounded_in_another_order():

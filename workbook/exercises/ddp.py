@@ -194,14 +194,7 @@ def _below_cap(rule: Callable, sizes: list[int], cap: int, first_cap: int) -> li
         for count in range(1, 13)
     ],
     mistakes={
-        "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
-        "a bucket that holds exactly its cap is full": (
-            lambda rule, sizes, cap, first_cap: rule(sizes, cap + 1, first_cap + 1)
-        ),
         "the parameter with which a bucket reaches its cap is in it, too": _below_cap,
-        "the last parameter comes first, as in backward": lambda rule, sizes, *caps: [
-            [len(sizes) - 1 - index for index in bucket] for bucket in rule(sizes[::-1], *caps)
-        ],
     },
 )
 def buckets(sizes_bytes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:

@@ -23,9 +23,6 @@ def _more_jobs(random: Random) -> list[tuple]:
         "the factor 2 is missing: a failure loses half an interval on average, not all of it": (
             lambda rule, checkpoint_s, gpu_s, num_gpus: math.sqrt(checkpoint_s * gpu_s / num_gpus)
         ),
-        "the more GPUs, the more often a job fails: divide by their number": (
-            lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s * num_gpus, 1)
-        ),
         "these are the seconds of one GPU: a job fails as often as all of its GPUs together": (
             lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s, 1)
         ),

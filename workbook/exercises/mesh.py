@@ -24,12 +24,6 @@ def _stages_innermost(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, An
     return {"dp": groups["dp"], "pp": groups["tp"], "tp": groups["pp"]}
 
 
-def _in_rows(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, Any]:
-    num_ranks = dp * pp * tp
-    sides = {"dp": dp, "pp": pp, "tp": tp}
-    return {name: rule(num_ranks // side, 1, side)["tp"] for name, side in sides.items()}
-
-
 def _one_replica(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, Any]:
     return rule(dp, pp, tp) | {"tp": rule(1, pp, tp)["tp"]}
 
@@ -43,7 +37,6 @@ def _one_replica(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, Any]:
         ),
         "stages are outside tensor: a step along a stage is T ranks": _stages_innermost,
         "every replica has its own tensor groups, not only the first": _one_replica,
-        "only the ranks of a tensor group follow one another": _in_rows,
         "the groups of dp and of pp are in each other's place": lambda rule, *sides: (
             rule(*sides) | {"dp": rule(*sides)["pp"], "pp": rule(*sides)["dp"]}
         ),
@@ -71,11 +64,6 @@ def _in_a_circle(rule: Callable, rank: int, dp: int, pp: int, tp: int) -> tuple:
     return gradients, activations, sorted(neighbours - {rank})
 
 
-def _by_one_rank(rule: Callable, rank: int, dp: int, pp: int, tp: int) -> tuple:
-    gradients, activations, neighbours = rule(rank, dp, pp, tp)
-    return gradients, activations, [rank + (peer - rank) // tp for peer in neighbours]
-
-
 def _more_ranks(random: Random) -> list[tuple]:
     meshes = [(2, 3, 2), *_more_meshes(random)]
     return [(random.randrange(dp * pp * tp), dp, pp, tp) for dp, pp, tp in meshes]
@@ -88,7 +76,12 @@ def _more_ranks(random: Random) -> list[tuple]:
     more=_more_ranks,
     mistakes={
         "a pipeline is no ring: its last stage sends nothing to the first": _in_a_circle,
-        "the stage before is T ranks before, the one behind T ranks behind": _by_one_rank,
+        "the stage before is T ranks before, the one behind T ranks behind": (
+            lambda rule, rank, *mesh: (
+                *rule(rank, *mesh)[:2],
+                [rank + (peer - rank) // mesh[-1] for peer in rule(rank, *mesh)[2]],
+            )
+        ),
         "all ranks sum all gradients: only those that hold the same parameters": (
             lambda rule, rank, dp, pp, tp: ([*range(dp * pp * tp)], *rule(rank, dp, pp, tp)[1:])
         ),

@@ -32,9 +32,6 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
         "over the cut before layer k goes the output of layer k - 1": (
             lambda crossing, shapes, *rest: crossing(shapes[1:], *rest)
         ),
-        "no gradient crosses where all layers before the cut are frozen": (
-            lambda crossing, shapes, n, points, frozen: crossing(shapes, n, points, 0)
-        ),
         "a gradient of as many bytes comes back": (
             lambda crossing, shapes, n, points, _: crossing(shapes, n, points, len(shapes))
         ),

@@ -291,9 +291,9 @@ def _apply(number: int, parameters: Tensor, inputs: Tensor, case: Case) -> Tenso
     return torch.sin(torch.arange(1.0, 5.0) * (inputs + parameters @ _layer(20, number, case)))
 
 
-def _outputs(rank: int, case: Case) -> Tensor:
+def _outputs(rank: int, case: Case, first: int = 0) -> Tensor:
     outputs = case.random(700 + rank, 4)
-    for number in range(case.size):
+    for number in range(first, case.size):
         outputs = _apply(number, _layer(30, number, case), outputs, case)
     return outputs
 
@@ -320,6 +320,11 @@ forward = Check(
     ),
     call=_forward,
     parts=lambda case: {},
+    mistakes={
+        "each layer gets what the one before has made, not the first inputs": lambda rank, case: (
+            _outputs(rank, case, first=case.size - 1)
+        ),
+    },
     target=_gathered_by_layer,
     **_in_layers,
 )

@@ -132,6 +132,7 @@ class Problem(NamedTuple):
 # What a judge returns: the same, or None if nothing is wrong.
 Found = str | None
 Ranks = tuple[Outcome, ...]
+Tried = Mapping[Case, Ranks]
 
 
 def same_bits(case: Case, ranks: Ranks) -> Found:

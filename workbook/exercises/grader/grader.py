@@ -5,22 +5,14 @@ traffic, shows one verdict, and never raises.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from labkit.engine.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
-from workbook.exercises.grader.exercise import (
-    Case,
-    Exercise,
-    Found,
-    Problem,
-    Ranks,
-    new_seed,
-)
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Problem, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (
     ROWS,
     by_rank,
@@ -99,10 +91,9 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     problems: dict[str, Problem] = {}
     seed = new_seed()
     cases: list[Case] = []
-    # The wrong values that are searched for their cause, of few ranks, but not of the fewest. And
-    # those of other world sizes, which the cause has to explain, too.
+    # The values that a cause has to explain. First come wrong ones of few ranks, but not of the
+    # fewest.
     searched: dict[Case, Ranks] = {}
-    further: dict[Case, Ranks] = {}
     for world_size in world_sizes:
         cases = exercise.cases(world_size, seed)
         try:
@@ -116,15 +107,13 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         # Of the same problem, the larger world size shows more.
         problems |= problems_here
         columns[world_size] = _column(exercise, tried, problems_here)
-        if "values" in problems_here and (not searched or world_size <= _ENOUGH):
-            further |= searched
-            searched = tried
-        else:
-            further |= tried
+        is_first = "values" in problems_here and world_size <= _ENOUGH
+        searched = tried | searched if is_first else searched | tried
     notes = []
     for row, problem in [*problems.items()][:1]:
-        if row == "values":
-            problem = _with_cause(problem, fn, exercise, searched, further)
+        if row == "values" and not problem.cause:
+            cause = likely_mistake(fn, exercise, searched) or problem.hint
+            problem = problem._replace(cause=cause)
         notes.append(_in_words(problem))
     return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
 
@@ -134,8 +123,8 @@ def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> lis
     with suppress(DidNotFinish):
         tried = outcomes_of(fn, exercise, cases) if cases else {}
         if problem := value_problem(exercise, tried):
-            problem = _with_cause(problem._replace(hint=""), fn, exercise, tried)
-            return [_in_words(problem)] if problem.cause else []
+            cause = problem.cause or likely_mistake(fn, exercise, tried)
+            return [_in_words(problem._replace(cause=cause))] if cause else []
     return []
 
 
@@ -159,19 +148,6 @@ def _verdict(
         caption += "."
     heads = [format_count(world_size, ranks) for world_size in columns]
     return Verdict(exercise.name, status, heads, rows, notes, caption)
-
-
-def _with_cause(
-    problem: Problem,
-    fn: Callable,
-    exercise: Exercise,
-    tried: dict[Case, Ranks],
-    further: Mapping[Case, Ranks] = MappingProxyType({}),
-) -> Problem:
-    """The problem with its cause, if that can be found, or else with what may be the cause."""
-    if problem.cause:
-        return problem
-    return problem._replace(cause=likely_mistake(fn, exercise, tried, further) or problem.hint)
 
 
 def _in_words(problem: Problem) -> str:

@@ -22,7 +22,7 @@ from workbook.exercises.grader.compare import (
     plain,
     sorted_inside,
 )
-from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Problem, Ranks, Wrong
+from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Problem, Tried, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
 _ROUNDED = 1e-2
@@ -32,7 +32,6 @@ _LARGEST_FACTOR = 100
 # So many different numbers have to show a factor.
 _FEWEST_DRAWS = 3
 _IN_PLACE = "write into it (+=, copy_, recv), because a = a + b makes a new tensor"
-Tried = Mapping[Case, Ranks]
 
 
 def value_problem(exercise: Exercise, tried: Tried) -> Problem | None:
@@ -73,7 +72,7 @@ def _as_judged(where: str, found: str) -> Problem:
 
 def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None:
     for rank, outcome in enumerate(tried[case]):
-        wrong = _wrong_part(exercise, case, rank, outcome.value)
+        wrong = wrong_part(exercise, case, rank, outcome.value)
         if wrong is None:
             continue
         text = exercise.where(case)
@@ -99,14 +98,14 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
             return sentence
     if exercise.written is not None and all(
         agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
-        or not _wrong_part(exercise, case, rank, ranks[rank].value)
+        or not wrong_part(exercise, case, rank, ranks[rank].value)
         for case, ranks in tried.items()
     ):
         return "it is as it was given: nothing has been written into it"
     return ""
 
 
-def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> str:
+def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "Part") -> str:
     """Describe what this rank's values have in common with the expected ones; "" for nothing.
 
     They differ only in their order, or by one factor, as far as at least three numbers show it.
@@ -151,14 +150,14 @@ def _has(entries: Any, index: Any) -> bool:
 
 def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
     """A sentence on a value that is right in another place, or was right in the first call."""
-    if case.call and not _wrong_part(exercise, replace(case, call=0), rank, outcome.value):
+    if case.call and not wrong_part(exercise, replace(case, call=0), rank, outcome.value):
         return "it is the result of the first call, although the values are others now"
-    if outcome.stand_in is None or _wrong_part(exercise, case, rank, outcome.stand_in):
+    if outcome.stand_in is None or wrong_part(exercise, case, rank, outcome.stand_in):
         return ""
     return "the right values are in a new tensor, and the given one has not changed: " + _IN_PLACE
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part that is compared separately: an entry of a list, a chunk, or the value (no name)."""
 
     name: str
@@ -168,19 +167,19 @@ class _Part(NamedTuple):
     summands: list[Tensor]  # what may have been added up in it: inputs of the ranks
 
 
-def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part | None:
+def wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> Part | None:
     """The first part of a rank's value that is not as expected."""
     expected = plain(exercise.expected(rank, case))
     if expected is None:
         if exercise.written is not None or value is None:
             return None
-        return _Part("", 0, value, None, [])
+        return Part("", 0, value, None, [])
     if other_kind(value, expected):
-        return None if agree(value, expected) else _Part("", 0, value, expected, [])
+        return None if agree(value, expected) else Part("", 0, value, expected, [])
     value = fit(value, expected)
     if isinstance(expected, dict):
         key = next((k for k in expected if not agree(value[k], expected[k])), None)
-        return None if key is None else _Part("entry", key, value[key], expected[key], [])
+        return None if key is None else Part("entry", key, value[key], expected[key], [])
     name = ""
     if exercise.chunked:
         name = "chunk"
@@ -202,7 +201,7 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
             if agree(piece, expected_piece):
                 continue
             summands = []
-        return _Part(name, index, piece, expected_piece, summands)
+        return Part(name, index, piece, expected_piece, summands)
     return None
 
 
@@ -222,7 +221,7 @@ def _input_pieces(exercise: Exercise, case: Case, rank: int) -> list:
     return pieces
 
 
-def _describe(exercise: Exercise, case: Case, wrong: _Part) -> tuple[str, str]:
+def _describe(exercise: Exercise, case: Case, wrong: Part) -> tuple[str, str]:
     """A wrong part in words: its kind, of what it is made, or its first difference.
 
     And what may lead to the mistake, or "".
@@ -266,12 +265,13 @@ def _describe(exercise: Exercise, case: Case, wrong: _Part) -> tuple[str, str]:
 
 def _factor_in_words(exercise: Exercise, case: Case, factor: float) -> str:
     """Say so if a result is multiplied or divided by the number of ranks or of elements."""
-    counts = dict(zip(exercise.nouns, (case.world_size, case.size)))
-    for noun, count in counts.items():
-        if noun and count > 1:
-            for word, multiple in (("multiplied", count), ("divided", 1 / count)):
-                if abs(factor / multiple - 1) <= _ROUNDED:
-                    return f"it is {word} by {count}: there are {format_count(count, noun)}"
+    for noun, count in zip(exercise.nouns, (case.world_size, case.size)):
+        for word, by_count in (
+            ("multiplied", factor / max(count, 1)),
+            ("divided", factor * count),
+        ):
+            if noun and count > 1 and abs(by_count - 1) <= _ROUNDED:
+                return f"it is {word} by {count}: there are {format_count(count, noun)}"
     return ""
 
 
@@ -290,7 +290,7 @@ def _difference(factors: Mapping[str, float], expected: Mapping[str, float], ran
     return f"counted twice: {', '.join(changed)}" if is_twice else ""
 
 
-def _basis(exercise: Exercise, case: Case, wrong: _Part) -> dict[str, Tensor | None]:
+def _basis(exercise: Exercise, case: Case, wrong: Part) -> dict[str, Tensor | None]:
     """The parts of which a wrong value may be made, by name, each in one row."""
     if exercise.parts:
         parts = {name: _flat(part) for name, part in exercise.parts(case).items()}

@@ -23,7 +23,7 @@ from labkit.engine.comm.transport import Transport
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.launch import run
 from workbook.exercises.grader.compare import agree, plain
-from workbook.exercises.grader.exercise import Case, Exercise, Ranks
+from workbook.exercises.grader.exercise import Case, Exercise, Tried
 from workbook.exercises.grader.mistakes import with_one_mistake
 from workbook.exercises.grader.on_ranks import call_once, draw_alike, limit_memory
 from workbook.notebook.pages import page_files
@@ -38,22 +38,17 @@ _MOST_TURNS = 1_000
 _MOST_PHRASES = (2, 2, 1)
 # Fewer answers of a few kinds, such as True and False, may be alike by chance.
 _MANY_CHOICES = 16
+# Results of the same mistake in other words may differ by more than right ones.
+_ROUNDINGS = 256
 _CHOICES = (bool, str, type(None))
 _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 
 
-def likely_mistake(
-    fn: Callable,
-    exercise: Exercise,
-    tried: Mapping[Case, Ranks],
-    further: Mapping[Case, Ranks],
-) -> str:
-    """Return what explains the values of all ranks in all cases, in words; "" if in doubt.
-
-    ``further``: cases that are tried only for what explains those ``tried``.
-    """
-    values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
-    more = {case: [outcome.value for outcome in ranks] for case, ranks in further.items()}
+def likely_mistake(fn: Callable, exercise: Exercise, tried: Tried) -> str:
+    """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
+    values = {
+        case: [_with_zeros(outcome.value) for outcome in ranks] for case, ranks in tried.items()
+    }
     results = [value for of_case in values.values() for value in of_case]
     if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
@@ -66,7 +61,7 @@ def likely_mistake(
             for name, value in getattr(fn, "__globals__", {}).items()
             if name in used and (callable(value) or isinstance(value, ModuleType))
         }
-        args = exercise.to_run(), solutions, words, names, values, more
+        args = exercise.to_run(), solutions, words, names, values
         ran = run(_fitting, *args, world_size=1, device="cpu", timeout_s=_TIMEOUT_S)
         if ran.values[0]:
             return f"the same values come from a solution {', or '.join(ran.values[0])}"
@@ -98,7 +93,6 @@ def _fitting(
     words: list[str],
     names: dict[str, Any],
     values: Mapping[Case, list[Any]],
-    further: Mapping[Case, list[Any]],
 ) -> list[str]:
     """The phrases of the mistakes that fit, of the lowest level with any; none if in doubt."""
     end_s = time.process_time() + _COMPUTING_S
@@ -109,9 +103,9 @@ def _fitting(
     *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
     right = {}
     for case, of_case in values.items():
-        right[case] = _same(_played(names[name], exercise, case), of_case)
+        right[case] = agree(_played(names[name], exercise, case), of_case, (), _ROUNDINGS)
     # The calls that went wrong come first: they tell mistakes apart.
-    calls = [*sorted(values.items(), key=lambda call: right[call[0]]), *further.items()]
+    calls = sorted(values.items(), key=lambda call: right[call[0]])
     counted = re.sub(r"\bwhile (.*):", r"while _count_turn() and (\1):", solutions[-1])
     fitting: list[list[str]] = [[], [], []]
     for phrase, level, code in with_one_mistake(counted, words):
@@ -122,8 +116,8 @@ def _fitting(
         turns = iter(range(1, _MOST_TURNS))
         changed = names | {"_count_turn": lambda turns=turns: next(turns)}
         exec(code, changed)
-        fits = (_same(_played(changed[name], exercise, case), value) for case, value in calls)
-        if all(fits):
+        played = (_played(changed[name], exercise, case) for case, _ in calls)
+        if all(agree(ours, value, (), _ROUNDINGS) for ours, (_, value) in zip(played, calls)):
             fitting[level].append(phrase)
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
@@ -131,13 +125,8 @@ def _fitting(
     return []
 
 
-def _same(played: list[Any], values: list[Any]) -> bool:
-    """Tell if two results agree, where zeros stand for what was not written (torch.empty)."""
-    return agree(_with_zeros(played), _with_zeros(values))
-
-
 def _with_zeros(value: Any) -> Any:
-    """The value without NaN, which ``draw_alike`` puts into new tensors."""
+    """The value with zeros where nothing was written: ``draw_alike`` has put NaN there."""
     value = plain(value)
     if isinstance(value, list):
         return [_with_zeros(entry) for entry in value]
@@ -157,6 +146,8 @@ def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
             transport = _ThroughQueues(rank, queues)
             comm = Comm(rank, case.world_size, torch.device("cpu"), transport)
             values[rank] = call_once(comm, fn, exercise, exercise.inputs(rank, case)).value
+        for peer in {*ranks} - {rank}:
+            queues[rank, peer].put(None)  # so that nobody waits for more
 
     draw_alike(case)
     threads = [Thread(target=play, args=(rank,)) for rank in ranks]
@@ -164,7 +155,7 @@ def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    return [values[rank] for rank in ranks] if len(values) == len(ranks) else []
+    return [_with_zeros(values[rank]) for rank in ranks] if len(values) == len(ranks) else []
 
 
 class _ThroughQueues(Transport):
@@ -180,8 +171,8 @@ class _ThroughQueues(Transport):
 
     def recv(self, tensor: Tensor, src: int) -> None:
         message = self._queues[src, self._rank].get(timeout=_MESSAGE_S)
-        if message.shape != tensor.shape or message.dtype != tensor.dtype:
-            raise ValueError("a message has another shape or dtype than its receive")
+        if message is None or message.shape != tensor.shape or message.dtype != tensor.dtype:
+            raise ValueError("no message comes, or it has another shape or dtype")
         tensor.copy_(message)
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:

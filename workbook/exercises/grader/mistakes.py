@@ -167,23 +167,16 @@ def _by_rules(node: ast.AST, known: Collection[str]) -> Iterator[_Change]:
         parts: dict[str, Any] = {}
         if not _matches(pattern, node, parts):
             continue
-        words = {}
-        for name, part in parts.items():
-            if name == "f":
-                words[name] = _name_of(part)
-            elif text := _words_of(part, known):
-                words[name] = text
-        phrase, _, vague = phrase.partition(" or ")
-        try:
-            text = phrase.format(**words)
-        except KeyError:  # what the learner does not know has no words
-            text = vague
+        code = {name: ast.unparse(part) for name, part in parts.items()}
+        words = {name: _words_of(part, known) for name, part in parts.items()}
+        words["f"] = _name_of(parts.get("f"))
+        exact, _, text = phrase.partition(" or ")
+        if all(word or f"{{{name}}}" not in exact for name, word in words.items()):
+            text = exact.format(**words)
         if text:
-            level = int(text == vague or text.endswith((" 1", "conditions")))
-            named = [part for name, part in parts.items() if f"{{{name}}}" in phrase]
-            kind = (mistaken, *map(ast.unparse, named))
+            level = int(" one of its " in text or text.endswith(" 1"))
             new = _Replacement(parts).visit(_parsed(mistaken))
-            yield _Change(text, level, node, new, kind)
+            yield _Change(text, level, node, new, (mistaken, exact.format(**code)))
 
 
 def _words_of(part: ast.AST, known: Collection[str]) -> str:
@@ -200,7 +193,7 @@ def _words_of(part: ast.AST, known: Collection[str]) -> str:
     return f"the number of {counted}" if counted in known else ""
 
 
-def _name_of(function: ast.AST) -> str:
+def _name_of(function: Any) -> str:
     """The name of a function or method, or of the one that is called."""
     function = getattr(function, "func", function)
     return getattr(function, "attr", getattr(function, "id", "")).strip("_")
@@ -230,9 +223,20 @@ def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
             yield _Change(phrase, 0, node.args[0], given, phrase)
         if isinstance(node, ast.Return) and node.value:
             yield _Change(f"that returns {argument}", 0, node.value, given)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        phrase = f"without {_name_of(node)}"
-        yield _Change(phrase, 0, node, node.func.value, phrase)
+    words = []
+    inner = node
+    while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+        words.insert(0, _name_of(inner))
+        inner = inner.func.value
+        phrase = f"without {' and '.join(words)}"
+        yield _Change(phrase, 0, node, inner, phrase)
+    pair = getattr(getattr(node, "target", None), "elts", [])
+    if len(pair) == 2 and _name_of(node.iter) == "enumerate":
+        number, entry = map(ast.unparse, pair)
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id == number and isinstance(part.ctx, ast.Load):
+                given = ast.Name(entry, ast.Load())
+                yield _Change("with an entry in place of its number", 0, part, given)
 
 
 def _by_lines(node: Any) -> Iterator[_Change]:
