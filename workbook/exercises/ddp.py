@@ -45,7 +45,7 @@ def flat_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.cat([torch.as_tensor(parameter.grad).flatten() for parameter in parameters])
 
 
-def _model() -> nn.Sequential:
+def small_model() -> nn.Sequential:
     layers = nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES)
     return with_parameters(nn.Sequential(*layers), 7)
 
@@ -63,20 +63,20 @@ def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=64)
 def _gradients(rank: int, case: Case) -> Tensor:
     """Gradients of the sum over a rank's samples, in one row."""
-    model = _model()
+    model = small_model()
     inputs, targets = _share(rank, case)
     functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
     return flat_gradients(model.parameters())
 
 
 def _call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
-    model = _model()
+    model = small_model()
     fn(comm, model, *args)
-    return gradients_left(list(model.parameters()), list(_model().parameters()))
+    return gradients_left(list(model.parameters()), list(small_model().parameters()))
 
 
 def _one_ring_each(rank: int, case: Case) -> Target:
-    numels = [parameter.numel() for parameter in _model().parameters()]
+    numels = [parameter.numel() for parameter in small_model().parameters()]
     costs = [ring_all_reduce_cost(numel, 4, case.world_size, rank) for numel in numels]
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 

@@ -258,22 +258,18 @@ same_bits = _in_bytes(
     sizes=(5_000, 7),
     goal=lambda case: 12 * (case.world_size - 1),
 )
-
-
-def _round_the_ring(rank: int, case: Case) -> Tensor:
-    """The sum over the ranks up to this one, of a power of two of them in a ring."""
-    P = case.world_size
-    tensors = [case.tensor((rank - back) % P) for back in range(2 ** (P - 1).bit_length())]
-    return torch.stack(tensors).sum(0)
-
-
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
 broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
 # fn(comm, tensor) returns the sum of the tensors of ranks 0 to its own: Hillis and Steele, 1986.
 prefix_sum = _in_rounds(
     "puzzles.prefix_sum",
     lambda rank, case: case.total(range(rank + 1)),
-    mistakes={"no sum goes from the last rank round to rank 0": _round_the_ring},
+    mistakes={
+        "no sum goes from the last rank round to rank 0": lambda rank, case: case.total(
+            (rank - back) % case.world_size
+            for back in range(2 ** (case.world_size - 1).bit_length())
+        )
+    },
 )
 # fn(comm, tensor) returns the list of all tensors, for (P - 1) S bytes: Bruck and others, 1997.
 all_gather = _in_rounds(

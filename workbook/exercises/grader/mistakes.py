@@ -213,9 +213,8 @@ def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
             new = copy.copy(node)
             setattr(new, field, other)
             if other != name:
-                level = 2 * (type(name) is int)
                 phrase = f"with {other} in place of {name}"
-                yield _Change(phrase, level, node, new, (field, name, other))
+                yield _Change(phrase, 2 * (type(name) is int), node, new, (field, name, other))
     for argument in arguments:
         given = ast.Name(argument, ast.Load())
         if isinstance(node, ast.Call) and _name_of(node) in ("send", "exchange"):
@@ -254,10 +253,10 @@ def _by_lines(node: Any) -> Iterator[_Change]:
                     part.left = ast.BinOp(part.left, ast.Add(), ast.Constant(by))
             yield _Change(f"with indices that are one too {word}", 0, node, shifted)
     if isinstance(node, ast.If) and node.orelse:
-        for line in (node.body[-1], node.orelse[-1]):
+        for branch, other in (("body", "orelse"), ("orelse", "body")):
+            *_, line = getattr(node, branch)
             both = copy.copy(node)
-            both.body = [*node.body, *[line] * (line is not node.body[-1])]
-            both.orelse = [*node.orelse, *[line] * (line is not node.orelse[-1])]
+            setattr(both, other, [*getattr(node, other), line])
             name = _deed(line)
             phrase = f"with {name or 'one of its lines'} in both cases, not in one"
             yield _Change(phrase, int(not name), node, both)
@@ -266,8 +265,7 @@ def _by_lines(node: Any) -> Iterator[_Change]:
     for index, line in enumerate(lines):
         name = _deed(line)
         if not isinstance(line, (ast.FunctionDef, ast.Return, ast.AugAssign)):
-            phrase = f"without {name or 'one of its lines'}"
-            yield _Change(phrase, int(not name), line, ast.Pass())
+            yield _Change(f"without {name or 'one of its lines'}", int(not name), line, ast.Pass())
         if index > 0:
             before = _deed(lines[index - 1])
             swapped = copy.copy(node)

@@ -43,11 +43,10 @@ class DidNotFinish(Exception):
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if isinstance(error, DeadlineError) and load > 2 * cores:
             story += f"\nOr try again: the machine is busy (load {load:.0f} on {cores} cores)."
-        cause = ""
-        for deed in ("send", "receive"):
-            if f"all of them {deed} first" in story:
-                cause = f"Deadlock: all {deed} first, and none can go on.\n"
-        super().__init__(f"{cause}{case_text}: {story}")
+        story = f"{case_text}: {story}"
+        if deed := re.search("all of them (send|receive) first", story):
+            story = f"Deadlock: all {deed[1]} first, and none can go on.\n{story}"
+        super().__init__(story)
         self.case = case
 
 
