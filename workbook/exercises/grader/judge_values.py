@@ -97,9 +97,10 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
     if exercise.written is not None and all(
-        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
-        or not wrong_part(exercise, case, rank, ranks[rank].value)
+        agree(outcome.value, exercise.inputs(peer, case)[exercise.written])
+        or not wrong_part(exercise, case, peer, outcome.value)
         for case, ranks in tried.items()
+        for peer, outcome in enumerate(ranks)
     ):
         return "it is as it was given: nothing has been written into it"
     return ""

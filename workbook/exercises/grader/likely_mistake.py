@@ -32,7 +32,7 @@ from workbook.notebook.pages import page_files
 # lost, a loop as endless.
 _COMPUTING_S = 4.0
 _TIMEOUT_S = 10.0
-_MESSAGE_S = 0.1
+_MESSAGE_S = 0.3
 _MOST_TURNS = 1_000
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
 _MOST_PHRASES = (2, 2, 1)
@@ -46,9 +46,7 @@ _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.
 
 def likely_mistake(fn: Callable, exercise: Exercise, tried: Tried) -> str:
     """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
-    values = {
-        case: [_with_zeros(outcome.value) for outcome in ranks] for case, ranks in tried.items()
-    }
+    values = {case: [_with_zeros(each.value) for each in ranks] for case, ranks in tried.items()}
     results = [value for of_case in values.values() for value in of_case]
     if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
@@ -150,9 +148,10 @@ def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
             queues[rank, peer].put(None)  # so that nobody waits for more
 
     draw_alike(case)
-    threads = [Thread(target=play, args=(rank,)) for rank in ranks]
+    threads = [Thread(target=play, args=(rank,)) for rank in ranks[1:]]
     for thread in threads:
         thread.start()
+    play(0)
     for thread in threads:
         thread.join()
     return [_with_zeros(values[rank]) for rank in ranks] if len(values) == len(ranks) else []
