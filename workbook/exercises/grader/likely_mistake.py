@@ -46,7 +46,7 @@ _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.
 
 def likely_mistake(fn: Callable, exercise: Exercise, tried: Tried) -> str:
     """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
-    values = {case: [_with_zeros(each.value) for each in ranks] for case, ranks in tried.items()}
+    values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
     results = [value for of_case in values.values() for value in of_case]
     if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
@@ -100,6 +100,7 @@ def _fitting(
         exec(solution, names)
     *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
     right = {}
+    values = {case: _with_zeros(of_case) for case, of_case in values.items()}
     for case, of_case in values.items():
         right[case] = agree(_played(names[name], exercise, case), of_case, (), _ROUNDINGS)
     # The calls that went wrong come first: they tell mistakes apart.

@@ -183,9 +183,8 @@ def _words_of(part: ast.AST, known: Collection[str]) -> str:
     """An expression in words that the learner knows; "" if there are none."""
     text = ast.unparse(part)
     names = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
-    if text in known or isinstance(part, ast.Constant) or text in ("comm.world_size", "comm.rank"):
-        return text
-    if isinstance(part, ast.Compare) and names <= {*known}:
+    is_known = text in known or text in ("comm.world_size", "comm.rank")
+    if is_known or (isinstance(part, ast.Constant | ast.Compare) and names <= {*known}):
         return text
     _, _, counted = text.partition("num_")
     if isinstance(part, ast.Call) and _name_of(part) == "len":
