@@ -112,7 +112,7 @@ def with_one_mistake(source: str, known: Collection[str]) -> Iterator[tuple[str,
 
 def _compiled(tree: ast.Module, changes: list[_Change]) -> Iterator[tuple[str, int, CodeType]]:
     """The code of the tree with the changes; nothing if it is no Python."""
-    changed = _Replacement({id(change.old): change.new for change in changes}).visit(tree)
+    changed: Any = _Replacement({id(change.old): change.new for change in changes}).visit(tree)
     with contextlib.suppress(SyntaxError, TypeError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may be unusual Python
         code = compile(ast.fix_missing_locations(changed), "<mistake>", "exec")
