@@ -98,7 +98,7 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
             return sentence
     if exercise.written is not None and all(
         agree(outcome.value, exercise.inputs(peer, case)[exercise.written])
-        or not wrong_part(exercise, case, peer, outcome.value)
+        or exercise.expected(peer, case) is None
         for case, ranks in tried.items()
         for peer, outcome in enumerate(ranks)
     ):
