@@ -82,6 +82,22 @@ def reduces_twice(comm, gradient, num_samples):
     return total / collectives.ring_all_reduce(comm, gradient.new_tensor([num_samples]))
 
 
+def leaves_if_steps_are_left(comm, weight, gradient_of, steps, every):
+    if comm.rank or steps % every == 0:
+        collectives.ring_all_reduce(comm, weight, "mean")
+
+
+@pytest.mark.slow
+def test_a_call_that_never_ends_is_named_where_the_first_of_two_went_well():
+    """Only second calls have steps that are left."""
+    said = " ".join(
+        repr(check.hosts.local_sgd(leaves_if_steps_are_left, world_sizes=(2,))).split()
+    )
+    assert "steps, an average every" in said
+    assert "rank 0 has returned" in said
+    assert "not yours" not in said
+
+
 def receives_first(comm, mine):
     comm.recv(mine.clone(), (comm.rank - 1) % comm.world_size)
 

@@ -74,11 +74,10 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
         failure = DidNotFinish(error, "in a call whose first of two went well", cases[0])
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
     # With one call per run, no rank is in the next case, or in the barrier before it, so the
-    # explanation names only the learner's lines.
-    for case in cases:
+    # explanation names only the learner's lines. Second calls have other data: they come last.
+    for case in sorted(cases, key=lambda case: case.call):
         try:
-            if case.call == 0:
-                outcomes([case], again_s)
+            outcomes([case], again_s)
         except WorkerError as error:
             raise DidNotFinish(error, exercise.where(case), case) from None
     raise failure
