@@ -11,10 +11,10 @@ from torch.nn import functional
 from labkit import collectives
 from labkit.collectives.ring import split_chunks
 from workbook import check
-from workbook.exercises.ddp import _model as ddp_model
+from workbook.exercises.ddp import small_model
 from workbook.exercises.grader import grader, on_ranks, solved
 from workbook.exercises.grader.exercise import Case
-from workbook.exercises.grader.judge_values import _wrong_part, in_words, made_of
+from workbook.exercises.grader.judge_values import in_words, made_of, wrong_part
 
 NAIVE = check.ring.naive_all_reduce
 
@@ -59,6 +59,59 @@ def test_a_wrong_value_is_told_by_its_factor_or_its_order():
     )
 
 
+def test_equal_entries_are_named_where_they_should_differ():
+    tensors = solved((4,))(lambda n: [torch.ones(n), torch.ones(n), torch.arange(n) + 5.0])
+    assert "entries" not in repr(tensors(lambda n: [torch.zeros(n), torch.zeros(n), 1 + 0 * n]))
+    assert "Entries 0 and 2 are equal" in repr(tensors(lambda n: [torch.ones(n)] * 3))
+
+
+def test_another_shape_is_named_as_it_is():
+    turned = solved((2, 3))(lambda n, m: [torch.arange(6.0).view(n, m)])
+    assert "It is transposed" in repr(turned(lambda n, m: [torch.arange(6.0).view(n, m).T]))
+    pieces = solved((3,))(lambda n: [torch.ones(4)] * n)
+    assert "it is a tensor [12], expected a list of 3" in repr(pieces(lambda n: torch.ones(12)))
+
+
+def sums_what_all_have(comm, x, weight, gradient):
+    y = collectives.ring_all_reduce(comm, x @ weight.T)
+    return y, comm.world_size * gradient @ weight, gradient.T @ x
+
+
+def reduces_twice(comm, gradient, num_samples):
+    total = collectives.ring_all_reduce(comm, num_samples * gradient)
+    return total / collectives.ring_all_reduce(comm, gradient.new_tensor([num_samples]))
+
+
+def leaves_if_steps_are_left(comm, weight, gradient_of, steps, every):
+    if comm.rank or steps % every == 0:
+        collectives.ring_all_reduce(comm, weight, "mean")
+
+
+@pytest.mark.slow
+def test_a_call_that_never_ends_is_named_where_the_first_of_two_went_well():
+    """Only second calls have steps that are left."""
+    said = " ".join(
+        repr(check.hosts.local_sgd(leaves_if_steps_are_left, world_sizes=(2,))).split()
+    )
+    assert "steps, an average every" in said
+    assert "rank 0 has returned" in said
+    assert "not yours" not in said
+
+
+def receives_first(comm, mine):
+    comm.recv(mine.clone(), (comm.rank - 1) % comm.world_size)
+
+
+@pytest.mark.slow
+def test_counts_of_ranks_and_calls_and_the_order_are_named():
+    said = repr(check.tensor_parallel.row(sums_what_all_have, world_sizes=(3,)))
+    assert "It is multiplied by 3: there are 3 ranks" in said
+    said = " ".join(repr(check.ring.weighted_mean(reduces_twice, world_sizes=(3,))).split())
+    assert "as many as 2 calls take, where one is enough" in said
+    verdict = check.messages.round_trip(receives_first, world_sizes=(2,))
+    assert verdict.notes[0].startswith("Deadlock: all receive first")
+
+
 def test_a_sum_of_products_may_be_rounded_in_another_order():
     """Also where an input, which has the shape of the sum, is nearly zero."""
     column = check.tensor_parallel.column
@@ -66,8 +119,8 @@ def test_a_sum_of_products_may_be_rounded_in_another_order():
         case = Case(4, 6, seed)
         y, _, of_weight = column.expected(0, case)
         first, *others = column.parts(case).values()
-        assert not _wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
-        assert _wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
+        assert not wrong_part(column, case, 0, [y, sum(others) + first, of_weight])
+        assert wrong_part(column, case, 0, [y, sum(others) + 1.0001 * first, of_weight])
 
 
 def test_a_gradient_may_be_rounded_in_another_order():
@@ -75,12 +128,12 @@ def test_a_gradient_may_be_rounded_in_another_order():
     average = check.ddp.average
     for seed in range(200):
         # Rank 0 of two has all samples.
-        case, model = Case(2, 0, seed), ddp_model()
+        case, model = Case(2, 0, seed), small_model()
         inputs, targets, batch_size = average.inputs(0, case)
         loss = functional.cross_entropy(model(inputs), targets, reduction="sum") / batch_size
         value = torch.cat([one.flatten() for one in autograd.grad(loss, [*model.parameters()])])
-        assert not _wrong_part(average, case, 0, value)
-        assert _wrong_part(average, case, 0, 1.0001 * value)
+        assert not wrong_part(average, case, 0, value)
+        assert wrong_part(average, case, 0, 1.0001 * value)
 
 
 def test_a_difference_of_one_element_may_be_rounded_in_another_order():

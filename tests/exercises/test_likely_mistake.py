@@ -1,5 +1,7 @@
 """The mistake behind wrong values stands in the first line, where one mistake makes the same."""
 
+import threading
+
 import pytest
 import torch
 from ranks import travel_by_value
@@ -7,6 +9,7 @@ from ranks import travel_by_value
 from labkit.collectives import share_only, share_reduce
 from workbook import check
 from workbook.exercises.grader import grader, solved
+from workbook.exercises.grader.mistakes import with_one_mistake
 
 travel_by_value(__name__)
 
@@ -35,7 +38,80 @@ def drops_the_rest(comm, tensor):
     share_only(comm, chunks)
 
 
+def shares_once_more(comm, mine):
+    P, everyone = comm.world_size, [torch.zeros_like(mine) for _ in range(comm.world_size)]
+    everyone[comm.rank] = mine
+    for step in range(1, P - 1):
+        source = (comm.rank - step) % P
+        comm.exchange(mine, (comm.rank + step) % P, everyone[source], source)
+    return everyone
+
+
+def counts_pulls(events):
+    pulled, late = {}, []
+    for version, (kind, worker) in enumerate(events):
+        if kind == "pull":
+            pulled[worker] = version
+        else:
+            late.append(version - pulled[worker])
+    return late
+
+
+def returns_experts(experts, num_experts, most):
+    return [e for i, e in enumerate(experts) if experts[:i].count(e) < most]
+
+
+def asks_in_no_order(worker, version, pulled, bound):
+    others = [pulled[other] for other in pulled if other != worker]
+    return all(version + 1 + k - pull <= bound for k, pull in enumerate(others))
+
+
+def counts_one_stage(slots):
+    busy_s = sum(slot.end_s - slot.start_s for slot in slots)
+    return 1 - busy_s / (max(s.end_s for s in slots) - min(s.start_s for s in slots))
+
+
+def counts_four_bytes(parameters, dp, tp, pp, stage):
+    of_gpu = parameters / (tp * pp)
+    number = 4 * of_gpu / (dp if stage > 1 else 1) + 4 * of_gpu / (dp if stage > 2 else 1)
+    return number + 12 * of_gpu / (dp if stage else 1)
+
+
+def cuts_in_a_row(dp, pp, tp):
+    ranks = torch.arange(dp * pp * tp)
+    return {side: ranks.view(-1, n).tolist() for side, n in (("dp", dp), ("pp", pp), ("tp", tp))}
+
+
+def in_order_of_distance(comm, blocks):
+    P, rank = comm.world_size, comm.rank
+    held = blocks.roll(-rank, 0)
+    for step in range(1, P):
+        incoming = torch.empty_like(held[0])
+        comm.exchange(held[step], (rank + step) % P, incoming, (rank - step) % P)
+        held[step] = incoming
+    return held
+
+
+def doubles_always(comm, tensor):
+    total, distance = tensor.clone(), 1
+    while distance < comm.world_size:
+        incoming, P = torch.empty_like(total), comm.world_size
+        comm.exchange(total, (comm.rank + distance) % P, incoming, (comm.rank - distance) % P)
+        total, distance = total + incoming, 2 * distance
+    return total
+
+
+# It cannot travel to where mistakes are tried, and no solution uses it: only ``range``.
+rang = threading.Lock().acquire
 NAMED = [
+    (check.messages.all_gather, shares_once_more, "one step fewer"),
+    (check.staleness.bookkeeping, counts_pulls, "in both cases"),
+    (check.experts.kept, returns_experts, "an entry in place of its number"),
+    (check.staleness.admission, asks_in_no_order, "without sorted"),
+    (check.pipeline.bubble, counts_one_stage, "multiply by the number of stages"),
+    (check.choosing.state_bytes, counts_four_bytes, "4 in place of 2"),
+    (check.mesh.groups, cuts_in_a_row, "without permute"),
+    (check.puzzles.all_to_all, in_order_of_distance, "without flip and roll"),
     (check.ring.rotate_and_add, passes_its_sum_on, "sends tensor"),
     (check.ring.share_reduce, stops_early, "one step fewer"),
     (check.ring.all_reduce, drops_the_rest, "leaves out a remainder"),
@@ -58,6 +134,16 @@ def test_nothing_is_named_that_does_not_make_all_values():
     assert "same values" not in repr(two)
     double = solved((1,), (2,), (3,))(lambda a: 2 * a)
     assert "same values" not in repr(double(lambda a: a + 3))
+
+
+@pytest.mark.slow
+def test_what_explains_one_world_size_has_to_explain_the_others():
+    assert "same values" not in repr(check.puzzles.all_reduce(doubles_always))
+
+
+def test_unusual_code_is_tried_without_a_warning(recwarn):
+    assert [*with_one_mistake("def fn(a):\n    return (a + None)[0]", ("a",))]
+    assert not [*recwarn]
 
 
 def test_a_right_answer_is_not_searched(monkeypatch):

@@ -128,7 +128,9 @@ def _wrong_collectives(group: Any, rank: int, case: Case) -> list[str]:
                 element = f"outputs[{i // P}][{i % P}]" if gathers else f"tensors[{i}]"
                 text = f"{element} after {name} is {beside(tensor, expected_tensor)}"
                 factors = made_of(tensor, {"the expected values": expected_tensor})
-                if not gathers and agree(tensor, (first_by_rank, second_by_rank)[i][rank]):
+                if gathers and bool((tensor == -1).all()):
+                    text += "\nit has not changed: write into the tensors of outputs (copy_)"
+                elif not gathers and agree(tensor, (first_by_rank, second_by_rank)[i][rank]):
                     text += "\nit has not changed"
                 elif factors and set(factors.values()) != {1}:
                     text += f"\nit is {in_words(factors)}"

@@ -3,8 +3,6 @@
 Symbols: P ranks, N elements of a gradient, k of them sent.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -70,21 +68,11 @@ def _k(case: Case) -> int:
     return case.integer(0, 2 if case.size == _SPARSE else 1, 3)
 
 
-def _largest(values: Tensor, k: int, key: Callable = torch.abs) -> Tensor:
-    """``values`` [N] with all but the k largest, in magnitude or by ``key``, set to 0."""
-    places = key(values).topk(k).indices
+def _sent(rank: int, case: Case) -> Tensor:
+    """The corrected gradient [N] with all but the k elements of largest magnitude set to 0."""
+    values = _corrected(rank, case)
+    places = values.abs().topk(_k(case)).indices
     return torch.zeros_like(values).index_copy(0, places, values[places])
-
-
-def _sent(rank: int, case: Case, key: Callable = torch.abs) -> Tensor:
-    return _largest(_corrected(rank, case), _k(case), key)
-
-
-def _forgetful(rank: int, case: Case) -> list[Tensor]:
-    k = _k(case)
-    gradient = _gradient(rank, case)
-    total = case.over_ranks(lambda r: _largest(_gradient(r, case), k))
-    return [total, gradient - _largest(gradient, k)]
 
 
 def _overwritten(rank: int, case: Case) -> list[Tensor]:
@@ -114,12 +102,11 @@ top_k = Check(
     # Each of the k elements travels as a float32 and an int64.
     target=lambda rank, case: Target(num_bytes=12 * _k(case) * (case.world_size - 1)),
     mistakes={
-        "the old residual was not added to the gradient": _forgetful,
-        "where ranks send the same place, their values add up": _overwritten,
-        "the largest in magnitude are chosen, negative ones too": lambda rank, case: [
-            case.over_ranks(lambda r: _sent(r, case, torch.clone)),
-            _corrected(rank, case) - _sent(rank, case, torch.clone),
+        "the new residual is what was not sent": lambda rank, case: [
+            case.over_ranks(lambda r: _sent(r, case)),
+            _sent(rank, case),
         ],
+        "where ranks send the same place, their values add up": _overwritten,
     },
     parts=_parts,
     sizes=(12, _SPARSE),

@@ -156,7 +156,7 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
             continue
         name = f"the gradient of device {index - 1}" if index else "the loss"
         if kind := other_kind(value, right):
-            return Wrong(f"{name}: {kind}")
+            return Wrong(f"{name}: {kind}\na device gets as many rows as it has made outputs")
         text = f"{name}: it is {beside(value, right)}"
         for mistake, wrong in mistakes.items():
             if agree(values[index:], wrong[index:]):

@@ -45,7 +45,7 @@ def flat_gradients(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.cat([torch.as_tensor(parameter.grad).flatten() for parameter in parameters])
 
 
-def _model() -> nn.Sequential:
+def small_model() -> nn.Sequential:
     layers = nn.Linear(_FEATURES, _HIDDEN), nn.Tanh(), nn.Linear(_HIDDEN, _CLASSES)
     return with_parameters(nn.Sequential(*layers), 7)
 
@@ -63,20 +63,20 @@ def _share(rank: int, case: Case) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=64)
 def _gradients(rank: int, case: Case) -> Tensor:
     """Gradients of the sum over a rank's samples, in one row."""
-    model = _model()
+    model = small_model()
     inputs, targets = _share(rank, case)
     functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
     return flat_gradients(model.parameters())
 
 
 def _call(fn: Callable, comm: Comm, *args: Any) -> Tensor | Wrong:
-    model = _model()
+    model = small_model()
     fn(comm, model, *args)
-    return gradients_left(list(model.parameters()), list(_model().parameters()))
+    return gradients_left(list(model.parameters()), list(small_model().parameters()))
 
 
 def _one_ring_each(rank: int, case: Case) -> Target:
-    numels = [parameter.numel() for parameter in _model().parameters()]
+    numels = [parameter.numel() for parameter in small_model().parameters()]
     costs = [ring_all_reduce_cost(numel, 4, case.world_size, rank) for numel in numels]
     return Target(sum(cost.messages for cost in costs), sum(cost.num_bytes for cost in costs))
 
@@ -174,6 +174,16 @@ def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
     out.sum().backward()
 
 
+def _below_cap(rule: Callable, sizes: list[int], cap: int, first_cap: int) -> list[list[int]]:
+    buckets: list[list[int]] = [[]]
+    for index in reversed(range(len(sizes))):
+        held = sum(sizes[i] for i in buckets[-1])
+        if held + sizes[index] > (cap if len(buckets) > 1 else first_cap):
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
+
+
 # Sizes of parameters, cap, first bucket's cap. No parameter fills a bucket by itself. In the first
 # two the last bucket is exactly full, and none follows it.
 @solved(
@@ -184,13 +194,7 @@ def _run_backward(parameters: list[nn.Parameter], branches: bool) -> None:
         for count in range(1, 13)
     ],
     mistakes={
-        "the first bucket has its own cap": lambda rule, sizes, cap, _: rule(sizes, cap, cap),
-        "a bucket that holds exactly its cap is full": (
-            lambda rule, sizes, cap, first_cap: rule(sizes, cap + 1, first_cap + 1)
-        ),
-        "the last parameter comes first, as in backward": lambda rule, sizes, *caps: [
-            [len(sizes) - 1 - index for index in bucket] for bucket in rule(sizes[::-1], *caps)
-        ],
+        "the parameter with which a bucket reaches its cap is in it, too": _below_cap,
     },
 )
 def buckets(sizes_bytes: list[int], cap_bytes: int, first_cap_bytes: int) -> list[list[int]]:

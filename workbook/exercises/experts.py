@@ -123,9 +123,6 @@ def _keeps_the_last(solution: Callable, experts: list[int], num_experts: int, mo
         "an expert takes as many as its capacity, not one less": (
             lambda rule, experts, count, most: rule(experts, count, most - 1)
         ),
-        "an expert takes as many as its capacity, not one more": (
-            lambda rule, experts, count, most: rule(experts, count, most + 1)
-        ),
     },
 )
 def kept(experts: list[int], num_experts: int, most: int) -> list[int]:
@@ -228,7 +225,6 @@ def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) 
             num_tokens * k * expected
         ),
         "f_e counts choices, not tokens: divide by k n": k * expected,
-        "p_e is the mean of the probabilities, not their sum": num_tokens * expected,
         "f_e is a fraction of the choices, not p_e again": num_experts * means.square().sum(),
         "p_e is a mean of probabilities, not f_e again": num_experts * fractions.square().sum(),
     }
@@ -249,7 +245,6 @@ def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) 
     *((64, 2, 96, 4, 4), (8, 1, 16, 2, 8), (12, 3, 10, 3, 4), (6, 2, 4, 1, 2)),
     mistakes={
         "there and back, forward and backward: four times": lambda rule, *case: rule(*case) // 2,
-        "each of a token's k choices travels": lambda rule, n, k, *rest: rule(n, 1, *rest),
         "one in P of the choices stays on its rank": (
             lambda rule, n, k, width, P, size: 4 * k * n * width * size
         ),

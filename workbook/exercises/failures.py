@@ -1,7 +1,7 @@
 """Page 14: how often to write a checkpoint, and which replicas go on after a loss."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from random import Random
 
 from labkit.costs import checkpoint_interval_s
@@ -23,12 +23,6 @@ def _more_jobs(random: Random) -> list[tuple]:
         "the factor 2 is missing: a failure loses half an interval on average, not all of it": (
             lambda rule, checkpoint_s, gpu_s, num_gpus: math.sqrt(checkpoint_s * gpu_s / num_gpus)
         ),
-        "the more GPUs, the more often a job fails: divide by their number": (
-            lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s * num_gpus, 1)
-        ),
-        "these are the seconds of one GPU: a job fails as often as all of its GPUs together": (
-            lambda rule, checkpoint_s, gpu_s, num_gpus: rule(checkpoint_s, gpu_s, 1)
-        ),
     },
 )
 def interval(checkpoint_s: float, gpu_s: float, num_gpus: int) -> float:
@@ -46,8 +40,8 @@ def _form_quorum(
     patience_s: float,
     min_replicas: int,
     *,
-    has_majority: Callable[[int, int], bool] = lambda count, size: 2 * count > size,
     counts_newcomers: bool = False,
+    needs_voters: bool = False,
     asks_unhealthy: bool = False,
 ) -> Quorum:
     healthy = sorted(
@@ -56,9 +50,9 @@ def _form_quorum(
     voters = healthy
     if not counts_newcomers:
         voters = [replica for replica in healthy if replica in last]
-    if last and not has_majority(len(voters), len(last)):
+    if last and 2 * len(voters) <= len(last):
         return [], []
-    if not healthy or len(healthy) < min_replicas:
+    if not healthy or len(voters if needs_voters and last else healthy) < min_replicas:
         return [], []
     asked = answers if asks_unhealthy else healthy
     newest = max(answers[replica][1] for replica in asked)
@@ -93,13 +87,11 @@ def _more_answers(random: Random) -> list[tuple]:
     ({0: (3.0, 40), 1: (9.5, 40), 2: (9.9, 40)}, [0, 1], 10.0, 2.0, 1),
     more=_more_answers,
     mistakes={
-        "half of the last quorum is no majority: both halves of a cut network would go on": (
-            lambda rule, *case: _form_quorum(
-                *case, has_majority=lambda count, size: 2 * count >= size
-            )
-        ),
         "a replica that was not in the last quorum joins this one, but has no vote": (
             lambda rule, *case: _form_quorum(*case, counts_newcomers=True)
+        ),
+        "newcomers count for min_replicas, which the whole quorum has to reach": (
+            lambda rule, *case: _form_quorum(*case, needs_voters=True)
         ),
         "the newest step is that of the quorum: a replica that is not healthy leads nobody": (
             lambda rule, *case: _form_quorum(*case, asks_unhealthy=True)

@@ -141,7 +141,6 @@ def _gradient_of(rank: int, case: Case) -> Callable[[Tensor, int], Tensor]:
 def _trained(
     case: Case,
     rank: int,
-    divisor: int = 0,
     at_end: bool = True,
     interval: int = 0,
     first_step: int = 1,
@@ -157,7 +156,7 @@ def _trained(
     for step in range(steps):
         weights = [w - LR * _gradient_of(r, case)(w, step) for r, w in enumerate(weights)]
         if (step + first_step) % interval == 0 or (at_end and step + 1 == steps):
-            mean = torch.stack(weights).sum(0) / (divisor or case.world_size)
+            mean = torch.stack(weights).mean(0)
             weights = [mean] * case.world_size
     return weights[rank]
 
@@ -192,14 +191,11 @@ local_sgd = Check(
         for r in range(case.world_size)
     },
     mistakes={
-        "the weights are added up, but not divided by the number of ranks": (
-            lambda rank, case: _trained(case, rank, divisor=1)
-        ),
         "the steps after the last full round are never averaged": (
             lambda rank, case: _trained(case, rank, at_end=False)
         ),
-        "step begins at 0, so step % every == 0 takes the mean after the first step already": (
-            lambda rank, case: _trained(case, rank, first_step=0)
+        "a mean is due after `every` steps, and at the end, not after the first step": (
+            lambda rank, case: _trained(case, rank, first_step=0, at_end=False)
         ),
     },
     rule=same_bits,

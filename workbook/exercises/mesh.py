@@ -76,6 +76,12 @@ def _more_ranks(random: Random) -> list[tuple]:
     more=_more_ranks,
     mistakes={
         "a pipeline is no ring: its last stage sends nothing to the first": _in_a_circle,
+        "the stage before is T ranks before, the one behind T ranks behind": (
+            lambda rule, rank, *mesh: (
+                *rule(rank, *mesh)[:2],
+                [rank + (peer - rank) // mesh[-1] for peer in rule(rank, *mesh)[2]],
+            )
+        ),
         "all ranks sum all gradients: only those that hold the same parameters": (
             lambda rule, rank, dp, pp, tp: ([*range(dp * pp * tp)], *rule(rank, dp, pp, tp)[1:])
         ),

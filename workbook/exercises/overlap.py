@@ -161,6 +161,8 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
             parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
             if agree(gradient, total):
                 text += f"\nthey are not divided by {batch_size} after the wait"
+            elif agree(gradient * batch_size, handle.local):
+                text += "\nflats[b] holds the sum only after wait(): these are this rank's own"
             elif factors := made_of(gradient * batch_size, parts):
                 text += f"\nthey are ({in_words(factors)}) / {batch_size}"
             elif agree(gradient.sort().values, expected.sort().values):

@@ -70,7 +70,8 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     expected = [size / n for size in sizes]
     if agree(weights, expected):
         return None
-    return Wrong(f"{text}, but weights {beside(weights, expected)}")
+    cause = "the weight of a micro-batch is its share of the samples"
+    return Wrong(f"{text}, but weights {beside(weights, expected)}\n{cause}")
 
 
 def _timetable(

@@ -32,9 +32,6 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
         "over the cut before layer k goes the output of layer k - 1": (
             lambda crossing, shapes, *rest: crossing(shapes[1:], *rest)
         ),
-        "no gradient crosses where all layers before the cut are frozen": (
-            lambda crossing, shapes, n, points, frozen: crossing(shapes, n, points, 0)
-        ),
         "a gradient of as many bytes comes back": (
             lambda crossing, shapes, n, points, _: crossing(shapes, n, points, len(shapes))
         ),
@@ -157,4 +154,6 @@ def best_cuts(
     if split.step_s <= best_s * (1 + 1e-9):
         return None
     text += f": its step takes {format_seconds(split.step_s)}, expected {format_seconds(best_s)}"
+    if points and predict_split(profile, (), link).step_s == best_s:
+        text += "\none device, without a cut, is the quickest: () is a split, too"
     return Wrong(text)

@@ -170,6 +170,7 @@ largest = _in_bytes(
     "puzzles.largest",
     lambda rank, case: max(_below_zero(r, case).max().item() for r in range(case.world_size)),
     inputs=lambda rank, case: (_below_zero(rank, case),),
+    mistakes={"0 is above all of these numbers: begin with one of them": lambda *_: 0.0},
     goal=lambda case: 8 * (case.world_size - 1),
 )
 
@@ -241,7 +242,11 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
             return f"rank {rank} returned a value of type {type(value).__name__}, not a number"
         if number != exact:
             text = f"rank {rank} returned {number!r}, but the exact sum, rounded once to float32, "
-            return f"{text}is {exact!r}"
+            text += f"is {exact!r}"
+            sums = [_on_a_grid(r, case).double().sum().float() for r in range(case.world_size)]
+            if number == torch.stack(sums).double().sum().float().item():
+                text += "\neach rank's sum is rounded before the sums are added: round once"
+            return text
     return None
 
 
@@ -259,6 +264,12 @@ broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
 prefix_sum = _in_rounds(
     "puzzles.prefix_sum",
     lambda rank, case: case.total(range(rank + 1)),
+    mistakes={
+        "no sum goes from the last rank round to rank 0": lambda rank, case: case.total(
+            (rank - back) % case.world_size
+            for back in range(2 ** (case.world_size - 1).bit_length())
+        )
+    },
 )
 # fn(comm, tensor) returns the list of all tensors, for (P - 1) S bytes: Bruck and others, 1997.
 all_gather = _in_rounds(

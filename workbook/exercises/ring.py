@@ -43,6 +43,11 @@ naive_all_reduce = Check(
     "ring.naive_all_reduce",
     lambda rank, case: case.total(),
     target=_through_rank_0,
+    mistakes={
+        "rank 0 sends a sum before all tensors are in it": lambda rank, case: case.total(
+            range(rank + 1) if rank else None
+        ),
+    },
     library=collectives.naive_all_reduce,
 )
 # fn(comm, tensor): the sum over the ranks in place, by whole tensors in a ring. Bits may differ.

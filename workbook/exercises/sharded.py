@@ -60,6 +60,15 @@ def ledger(num_bytes: int, world_size: int, stage: int) -> list[int]:
         "after share_reduce rank r has the sum of chunk (r + 1) mod P, not of chunk r": (
             lambda rule, size, rank, P: rule(size, (rank - 1) % P, P)
         ),
+        "chunks differ by one element at most: the remainder is not the last one's": (
+            lambda rule, size, rank, P: [
+                size // P * ((rank + 1) % P),
+                size if rank == P - 2 else size // P * ((rank + 1) % P + 1),
+            ]
+        ),
+        "each longer chunk before it moves the start by one": lambda rule, size, rank, P: (
+            [edge - min((rank + 1) % P, size % P) for edge in rule(size, rank, P)]
+        ),
         "the longer chunks come first, not last": (
             lambda rule, size, rank, P: [size * ((rank + 1) % P + end) // P for end in (0, 1)]
         ),
@@ -133,7 +142,13 @@ update = Check(
             for rank in range(case.world_size)
         },
     },
-    mistakes={"the parts that other ranks update are as they were: share_only them": _unshared},
+    mistakes={
+        "the parts that other ranks update are as they were: share_only them": _unshared,
+        "the momentum is as it was given: write into it": lambda rank, case: [
+            _updated(rank, case)[0],
+            _own(_momentum(case), rank, case.world_size),
+        ],
+    },
     target=_two_passes,
 )
 
@@ -276,9 +291,9 @@ def _apply(number: int, parameters: Tensor, inputs: Tensor, case: Case) -> Tenso
     return torch.sin(torch.arange(1.0, 5.0) * (inputs + parameters @ _layer(20, number, case)))
 
 
-def _outputs(rank: int, case: Case) -> Tensor:
+def _outputs(rank: int, case: Case, first: int = 0) -> Tensor:
     outputs = case.random(700 + rank, 4)
-    for number in range(case.size):
+    for number in range(first, case.size):
         outputs = _apply(number, _layer(30, number, case), outputs, case)
     return outputs
 
@@ -305,6 +320,11 @@ forward = Check(
     ),
     call=_forward,
     parts=lambda case: {},
+    mistakes={
+        "each layer gets what the one before has made, not the first inputs": lambda rank, case: (
+            _outputs(rank, case, first=case.size - 1)
+        ),
+    },
     target=_gathered_by_layer,
     **_in_layers,
 )

@@ -203,6 +203,15 @@ push = _check(
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
 
 
+# A sentence -> the divisor of a gradient, by its staleness; "": the right one.
+_DIVISORS = {
+    "": lambda late: 1 + late,
+    "divide each gradient by 1 + its staleness": lambda late: 1,
+    "divide by 1 + the staleness, not by the staleness": lambda late: max(1, late),
+    "divide by 1 + the staleness, do not multiply by it": lambda late: 1 / (1 + late),
+}
+
+
 def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
     plan = _Plan(case)
     workers = range(1, case.world_size)
@@ -221,25 +230,33 @@ def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
         tracker.push(worker)
         tracker.apply(worker)
         tracker.pull(worker)
-    # The parameters [W] after each update, and by worker those after its own.
-    parameters = [0.0] * len(workers)
-    undivided = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
+    # The parameters [W] after each update, by way to divide.
+    histories = {}
+    for sentence, divisor in _DIVISORS.items():
+        parameters = [0.0] * len(workers)
+        histories[sentence] = []
+        for worker, late in tracker.updates:
+            parameters[worker - 1] -= plan.steps[worker] / divisor(late)
+            histories[sentence].append([*parameters])
+    history = histories.pop("")
+    # And by worker those after its own.
     pulls = [[] for _ in range(case.world_size)]
-    for worker, late in tracker.updates:
-        parameters[worker - 1] -= plan.steps[worker] / (1 + late)
-        pulls[worker].append([*parameters])
+    for worker, parameters in zip(served, history):
+        pulls[worker].append(parameters)
     pairs: dict[str, tuple[Any, list]] = {
         "the list says": (books, [list(update) for update in tracker.updates]),
-        "the parameters end as": (end, parameters),
+        "the parameters end as": (end, history[-1]),
     }
     for worker in workers:
         pairs[f"after its pushes worker {worker} pulls"] = (values[worker], pulls[worker])
     for name, (value, expected) in pairs.items():
         if not agree(value, expected):
             text = f"{name} {beside(value, expected)} for the order of pushes {served}"
-            if value is end and agree(end, undivided):
-                text += "\ndivide each gradient by 1 + its staleness"
-            return text
+            own = [[w, late + (w in served[:n])] for n, (w, late) in enumerate(tracker.updates)]
+            if value is books and agree(books, own):
+                return f"{text}\na worker pulls after its own update, and is not late by it"
+            causes = [sentence for sentence, past in histories.items() if agree(end, past[-1])]
+            return "\n".join([text, *causes[: value is end]])
     return None
 
 

@@ -60,10 +60,7 @@ _CONVOLUTIONS = ((64, 8, 1, 32, 3), (256, 224, 64, 64, 3), (1, 5, 3, 2, 1), (7, 
 
 @solved(
     *_CONVOLUTIONS,
-    mistakes={
-        "a multiply-add counts as two": lambda count, *conv: count(*conv) // 2,
-        "the window has window x window numbers": lambda count, *conv: count(*conv) // conv[-1],
-    },
+    mistakes={"a multiply-add counts as two": lambda count, *conv: count(*conv) // 2},
 )
 def flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
     """Grade ``fn(samples, side, c_in, c_out, window)``: the operations of a convolution.
@@ -85,9 +82,8 @@ _MEMORIES = (
     *_MEMORIES,
     mistakes={
         "the gradients are missing": lambda largest, p, s, k, m: largest(p, s - 1, k, m),
-        "the optimizer's state is missing": lambda largest, p, s, k, m: largest(p, 0, k, m),
-        "a float32 number takes 4 bytes": (
-            lambda largest, p, s, k, m: int(largest(p, (2 + s) / 4 - 2, k, m))
+        "the optimizer's numbers take 4 bytes each, too": (
+            lambda largest, p, s, k, m: int(largest(p, s / 4, k, m))
         ),
         "a part of a sample does not fit: round down": (
             lambda largest, p, s, k, m: max(0, round((m - 4 * (2 + s) * p) / k))
@@ -176,10 +172,6 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
         for gradient, scale, good in _UPDATES
     ),
     mistakes={
-        "the true gradient is gradient / scale": lambda update, w, g, scale, *rest: [
-            update(w, g, 1.0, *rest)[0],
-            *update(w, g, scale, *rest)[1:],
-        ],
         "ask each element, not the sum": lambda fn, w, g, *rest: fn(
             w, g / g.sum().isfinite(), *rest
         ),

@@ -60,25 +60,28 @@ def fit(value: Any, expected: Any) -> Any:
     return value
 
 
-def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
+def agree(
+    value: Any, expected: Any, summands: Sequence[Tensor] = (), roundings: int = _FEW
+) -> bool:
     """Tell if two values, also in lists, are equal up to the rounding of float32.
 
-    ``summands``: tensors of which the expected one may be a sum, see ``close``.
+    ``summands``: tensors of which the expected one may be a sum, see ``close``. Without any, so
+    many ``roundings`` of the largest element may lie between the two.
     """
     expected = plain(expected)
     value = fit(value, expected)
     if isinstance(expected, Tensor):
         if not isinstance(value, Tensor) or value.shape != expected.shape:
             return False
-        return bool(close(value, expected, summands).all())
+        return bool(close(value, expected, summands, roundings).all())
     if isinstance(expected, list):
         if not isinstance(value, list) or len(value) != len(expected):
             return False
-        return all(map(agree, value, expected, repeat(summands)))
+        return all(map(agree, value, expected, repeat(summands), repeat(roundings)))
     if isinstance(expected, dict):
         if not isinstance(value, dict) or value.keys() != expected.keys():
             return False
-        return all(agree(value[key], expected[key], summands) for key in expected)
+        return all(agree(value[key], expected[key], summands, roundings) for key in expected)
     if isinstance(expected, (int, float)):
         if not isinstance(value, (int, float)):
             return False
@@ -88,11 +91,13 @@ def agree(value: Any, expected: Any, summands: Sequence[Tensor] = ()) -> bool:
         if added:
             numbers = torch.tensor([value, expected], dtype=torch.float64)
             return bool(close(numbers[0], numbers[1], added))
-        return math.isclose(value, expected, rel_tol=_FEW * _EPS, abs_tol=1e-9)
+        return math.isclose(value, expected, rel_tol=roundings * _EPS, abs_tol=1e-9)
     return type(value) is type(expected) and bool(value == expected)
 
 
-def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> Tensor:
+def close(
+    value: Tensor, expected: Tensor, summands: Sequence[Tensor] = (), roundings: int = _FEW
+) -> Tensor:
     """Compare two tensors of one shape by element: equal up to the rounding of float32, or not.
 
     A sum of n numbers may be off by n roundings of the sum of their magnitudes (Higham, Accuracy
@@ -106,7 +111,7 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
     if added:
         may_differ = 4 * magnitude + len(added) * torch.stack(added).nan_to_num(posinf=0.0).sum(0)
     elif magnitude.numel() > 0:
-        may_differ = _FEW * (magnitude + magnitude.max())
+        may_differ = roundings * (magnitude + magnitude.max())
     else:
         may_differ = magnitude
     alike = (value == expected) | (value.isnan() & expected.isnan())
@@ -116,17 +121,17 @@ def close(value: Tensor, expected: Tensor, summands: Sequence[Tensor] = ()) -> T
 def other_kind(value: Any, expected: Any) -> str | None:
     """Say so if the value has another kind or shape than expected."""
     expected = plain(expected)
+    given = plain(value)
     value = fit(value, expected)
-    kind = kind_of(value)
     expected_kind = kind_of(expected)
-    if kind == expected_kind:
+    if kind_of(value) == expected_kind:
         return None
     if isinstance(value, list) and isinstance(expected, list):
         leaves = _leaves(value) + _leaves(expected)
         few = len(leaves) <= 4 * _MOST_SHOWN
         if few and all(isinstance(leaf, (int, float, str)) for leaf in leaves):
             return f"it is {beside(value, expected)}"
-    return f"it is {kind}, expected {expected_kind}"
+    return f"it is {kind_of(given)}, expected {expected_kind}"
 
 
 def _leaves(value: Any) -> list:

@@ -121,9 +121,18 @@ class Wrong(str):
     """
 
 
+class Problem(NamedTuple):
+    """What is wrong with an attempt, in sentences that begin with a small letter."""
+
+    facts: str  # in which call, and what is there in place of what is expected
+    cause: str = ""  # the mistake that makes it so
+    hint: str = ""  # what may be the cause, where no other is found
+
+
 # What a judge returns: the same, or None if nothing is wrong.
 Found = str | None
 Ranks = tuple[Outcome, ...]
+Tried = Mapping[Case, Ranks]
 
 
 def same_bits(case: Case, ranks: Ranks) -> Found:

@@ -12,7 +12,7 @@ from functools import partial
 
 from labkit.engine.runtime.messages import UnpicklableError, dump_call
 from labkit.units import format_count
-from workbook.exercises.grader.exercise import Case, Exercise, Found, Ranks, new_seed
+from workbook.exercises.grader.exercise import Case, Exercise, Found, Problem, Ranks, new_seed
 from workbook.exercises.grader.judge_traffic import (
     ROWS,
     by_rank,
@@ -88,10 +88,11 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
     if is_stub(fn):
         return Verdict(exercise.name, NOT_ATTEMPTED)
     columns: dict[int, dict[str, str]] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     seed = new_seed()
     cases: list[Case] = []
-    # The wrong values that are searched for their cause, of few ranks, but not of the fewest.
+    # The values that a cause has to explain. First come wrong ones of few ranks, but not of the
+    # fewest.
     searched: dict[Case, Ranks] = {}
     for world_size in world_sizes:
         cases = exercise.cases(world_size, seed)
@@ -106,9 +107,14 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         # Of the same problem, the larger world size shows more.
         problems |= problems_here
         columns[world_size] = _column(exercise, tried, problems_here)
-        if "values" in problems_here and (not searched or world_size <= _ENOUGH):
-            searched = tried
-    notes = [_with_cause(problem, fn, exercise, searched) for problem in [*problems.values()][:1]]
+        is_first = "values" in problems_here and world_size <= _ENOUGH
+        searched = tried | searched if is_first else searched | tried
+    notes = []
+    for row, problem in [*problems.items()][:1]:
+        if row == "values" and not problem.cause:
+            cause = likely_mistake(fn, exercise, searched) or problem.hint
+            problem = problem._replace(cause=cause)
+        notes.append(_in_words(problem))
     return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
 
 
@@ -116,9 +122,9 @@ def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> lis
     """Why the values of calls that went without an error are wrong, if that can be found."""
     with suppress(DidNotFinish):
         tried = outcomes_of(fn, exercise, cases) if cases else {}
-        facts, *cause = (value_problem(exercise, tried) or "").split("\n")[:2]
-        note = _with_cause("\n".join([facts, *cause]), fn, exercise, tried)
-        return [note] if "\n" in note else []
+        if problem := value_problem(exercise, tried):
+            cause = problem.cause or likely_mistake(fn, exercise, tried)
+            return [_in_words(problem._replace(cause=cause))] if cause else []
     return []
 
 
@@ -144,31 +150,32 @@ def _verdict(
     return Verdict(exercise.name, status, heads, rows, notes, caption)
 
 
-def _with_cause(problem: str, fn: Callable, exercise: Exercise, tried: dict[Case, Ranks]) -> str:
-    """What is wrong, and before it, in the first line, why, if that is known or can be found."""
-    facts, cause, hint = f"{problem}\n\n".split("\n")[:3]
-    if not cause and ", expected " in facts:
-        cause = likely_mistake(fn, exercise, tried) or hint
-    sentences = [sentence[0].upper() + sentence[1:] for sentence in (cause, facts) if sentence]
-    return ".\n".join(sentences) if cause else facts
+def _in_words(problem: Problem) -> str:
+    """What is wrong, and before it, in the first line, why, if that is known."""
+    if not problem.cause:
+        return problem.facts
+    sentences = [problem.cause, problem.facts]
+    return ".\n".join(sentence[:1].upper() + sentence[1:] for sentence in sentences)
 
 
-def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, str]:
+def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, Problem]:
     """By row of the table: what is wrong on one world size, the first thing first."""
     problems = {}
     if problem := value_problem(exercise, tried):
         problems["values"] = problem
-    problems |= traffic_problems(exercise, tried)
+    for row, facts in traffic_problems(exercise, tried).items():
+        problems[row] = Problem(facts)
     if problems:
         return problems
     for case, ranks in tried.items():
         if broken := exercise.rule(case, ranks):
-            return {"rule": f"all results are right, but {exercise.where(case)}: {broken}"}
+            facts = f"all results are right, but {exercise.where(case)}: {broken}"
+            return {"rule": Problem(facts)}
     return {}
 
 
 def _column(
-    exercise: Exercise, tried: dict[Case, Ranks], problems: dict[str, str]
+    exercise: Exercise, tried: dict[Case, Ranks], problems: dict[str, Problem]
 ) -> dict[str, str]:
     """The cells of one world size: yours, beside the target where it is another."""
     case, ranks = next(iter(tried.items()))

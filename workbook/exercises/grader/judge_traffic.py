@@ -48,7 +48,11 @@ def _problem(exercise: Exercise, case: Case, ranks: Ranks, row: str) -> str:
         limits = [max(target)] * len(ranks)
     if not any(limit is not None and count > limit for count, limit in zip(spent, limits)):
         return ""
-    if row == "barriers":
+    if row == "messages":
+        times = max(spent) // max(target)
+        if spent == [times * limit for limit in target]:
+            text += f": as many as {times} calls take, where one is enough"
+    elif row == "barriers":
         text += ": comm.barrier sends messages, too; send and recv wait by themselves"
     elif row == "bytes" and exercise.chunked:
         if spent == [4 * case.size * count for count in by_rank("messages", ranks)]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit.collectives.ring import split_chunks
+from labkit.units import format_count
 from workbook.exercises.grader.compare import (
     agree,
     beside,
@@ -21,7 +22,7 @@ from workbook.exercises.grader.compare import (
     plain,
     sorted_inside,
 )
-from workbook.exercises.grader.exercise import Case, Exercise, Found, Outcome, Ranks, Wrong
+from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Problem, Tried, Wrong
 
 # Values that were rounded to bfloat16 after every addition are still recognised.
 _ROUNDED = 1e-2
@@ -31,10 +32,9 @@ _LARGEST_FACTOR = 100
 # So many different numbers have to show a factor.
 _FEWEST_DRAWS = 3
 _IN_PLACE = "write into it (+=, copy_, recv), because a = a + b makes a new tensor"
-Tried = Mapping[Case, Ranks]
 
 
-def value_problem(exercise: Exercise, tried: Tried) -> Found:
+def value_problem(exercise: Exercise, tried: Tried) -> Problem | None:
     """Return the first problem with the values, over the cases in order."""
     for case, ranks in tried.items():
         values = [outcome.value for outcome in ranks]
@@ -42,52 +42,52 @@ def value_problem(exercise: Exercise, tried: Tried) -> Found:
         problem = None
         if noticed := [rank for rank, value in enumerate(values) if isinstance(value, Wrong)]:
             rank = f", rank {noticed[0]}" if len(ranks) > 1 else ""
-            problem = _told(f"{case_text}{rank}", values[noticed[0]])
+            problem = _as_judged(f"{case_text}{rank}", values[noticed[0]])
         elif exercise.judge is None:
             problem = _first_wrong(exercise, tried, case)
         else:
             if objection := exercise.judge(case, values):
-                problem = _told(case_text, objection)
+                problem = _as_judged(case_text, objection)
         changed = max(outcome.changed for outcome in ranks)
         if not problem and changed:
-            problem = _told(case_text, changed)
+            problem = _as_judged(case_text, changed)
         if problem:
             # A judge may find in the data of one call what those of the other do not show.
             unjudged = exercise.judge is None and not noticed
             if unjudged and case.call and case_text == exercise.where(replace(case, call=0)):
                 given = "other data" if exercise.nouns[0] else "the same arguments"
-                facts, *causes = problem.split("\n")
-                facts += f". The first call, with {given}, went right"
-                problem = "\n".join([facts, *causes])
+                facts = f"{problem.facts}. The first call, with {given}, went right"
+                problem = problem._replace(facts=facts)
             return problem
     return None
 
 
-def _told(where: str, found: str) -> str:
+def _as_judged(where: str, found: str) -> Problem:
     """What a judge has found. A sentence that compares nothing is itself the cause."""
-    return f"{where}: {found}" if "expected" in found or "\n" in found else f"{where}\n{found}"
+    facts, _, cause = found.partition("\n")
+    if cause or "expected" in facts:
+        return Problem(f"{where}: {facts}", cause)
+    return Problem(where, facts)
 
 
-def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Found:
+def _first_wrong(exercise: Exercise, tried: Tried, case: Case) -> Problem | None:
     for rank, outcome in enumerate(tried[case]):
-        wrong = _wrong_part(exercise, case, rank, outcome.value)
+        wrong = wrong_part(exercise, case, rank, outcome.value)
         if wrong is None:
             continue
         text = exercise.where(case)
         if case.world_size > 1:
             text += f", rank {rank} is the first with a wrong result"
-        hint = ""
-        if kind := other_kind(outcome.value, exercise.expected(rank, case)):
-            text += f": {kind}"
-        elif elsewhere := _right_elsewhere(exercise, case, rank, outcome):
-            return f"{text}\n{elsewhere}"
-        else:
-            if wrong.name:
-                text += f", in {wrong.name} {wrong.index!r}"
-            described, _, hint = _describe(exercise, case, wrong).partition("\n")
-            text += f": {described}"
-        hint = _likeness(exercise, tried, rank, wrong) or hint
-        return f"{text}\n{_mistake(exercise, tried, rank)}\n{hint}"
+        if elsewhere := _right_elsewhere(exercise, case, rank, outcome):
+            return Problem(text, elsewhere)
+        if wrong.name:
+            text += f", in {wrong.name} {wrong.index!r}"
+        described, hint = _describe(exercise, case, wrong)
+        return Problem(
+            f"{text}: {described}",
+            _mistake(exercise, tried, rank),
+            _likeness(exercise, tried, rank, wrong) or hint,
+        )
     return None
 
 
@@ -96,21 +96,21 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     for sentence, wrong in exercise.mistakes.items():
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
+    if exercise.written is not None and all(
+        agree(outcome.value, exercise.inputs(peer, case)[exercise.written])
+        or exercise.expected(peer, case) is None
+        for case, ranks in tried.items()
+        for peer, outcome in enumerate(ranks)
+    ):
+        return "it is as it was given: nothing has been written into it"
     return ""
 
 
-def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> str:
+def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "Part") -> str:
     """Describe what this rank's values have in common with the expected ones; "" for nothing.
 
     They differ only in their order, or by one factor, as far as at least three numbers show it.
-    Or they are what the rank was given.
     """
-    if exercise.written is not None and all(
-        agree(ranks[rank].value, exercise.inputs(rank, case)[exercise.written])
-        or not _wrong_part(exercise, case, rank, ranks[rank].value)
-        for case, ranks in tried.items()
-    ):
-        return "it is as it was given: nothing has been written into it"
     values = [plain(ranks[rank].value) for ranks in tried.values()]
     expected = [plain(exercise.expected(rank, case)) for case in tried]
     if [*map(sorted_inside, values)] == [*map(sorted_inside, expected)]:
@@ -121,7 +121,9 @@ def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "_Part") -> st
             if agree(value, right[:index] + right[index + 1 :]):
                 return f"what should be entry {index} is missing"
         for a, b in combinations(range(len(value)), 2):
-            if isinstance(value[a], Tensor) and value[a].numel() and agree(value[a], value[b]):
+            is_tensor = isinstance(value[a], Tensor) and value[a].numel() > 0
+            differ = len(right) == len(value) and not agree(right[a], right[b])
+            if is_tensor and differ and agree(value[a], value[b]):
                 return f"entries {a} and {b} are equal, as if one tensor was in both places"
     if any(map(other_kind, values, expected)):
         return ""
@@ -149,14 +151,14 @@ def _has(entries: Any, index: Any) -> bool:
 
 def _right_elsewhere(exercise: Exercise, case: Case, rank: int, outcome: Outcome) -> str:
     """A sentence on a value that is right in another place, or was right in the first call."""
-    if case.call and not _wrong_part(exercise, replace(case, call=0), rank, outcome.value):
+    if case.call and not wrong_part(exercise, replace(case, call=0), rank, outcome.value):
         return "it is the result of the first call, although the values are others now"
-    if outcome.stand_in is None or _wrong_part(exercise, case, rank, outcome.stand_in):
+    if outcome.stand_in is None or wrong_part(exercise, case, rank, outcome.stand_in):
         return ""
     return "the right values are in a new tensor, and the given one has not changed: " + _IN_PLACE
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A part that is compared separately: an entry of a list, a chunk, or the value (no name)."""
 
     name: str
@@ -166,19 +168,19 @@ class _Part(NamedTuple):
     summands: list[Tensor]  # what may have been added up in it: inputs of the ranks
 
 
-def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part | None:
+def wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> Part | None:
     """The first part of a rank's value that is not as expected."""
     expected = plain(exercise.expected(rank, case))
     if expected is None:
         if exercise.written is not None or value is None:
             return None
-        return _Part("", 0, value, None, [])
+        return Part("", 0, value, None, [])
     if other_kind(value, expected):
-        return None if agree(value, expected) else _Part("", 0, value, expected, [])
+        return None if agree(value, expected) else Part("", 0, value, expected, [])
     value = fit(value, expected)
     if isinstance(expected, dict):
         key = next((k for k in expected if not agree(value[k], expected[k])), None)
-        return None if key is None else _Part("entry", key, value[key], expected[key], [])
+        return None if key is None else Part("entry", key, value[key], expected[key], [])
     name = ""
     if exercise.chunked:
         name = "chunk"
@@ -200,7 +202,7 @@ def _wrong_part(exercise: Exercise, case: Case, rank: int, value: Any) -> _Part 
             if agree(piece, expected_piece):
                 continue
             summands = []
-        return _Part(name, index, piece, expected_piece, summands)
+        return Part(name, index, piece, expected_piece, summands)
     return None
 
 
@@ -220,40 +222,58 @@ def _input_pieces(exercise: Exercise, case: Case, rank: int) -> list:
     return pieces
 
 
-def _describe(exercise: Exercise, case: Case, wrong: _Part) -> str:
+def _describe(exercise: Exercise, case: Case, wrong: Part) -> tuple[str, str]:
     """A wrong part in words: its kind, of what it is made, or its first difference.
 
-    In a second line what may lead to the mistake.
+    And what may lead to the mistake, or "".
     """
     if kind := other_kind(wrong.value, wrong.expected):
-        return kind
+        value = plain(wrong.value)
+        is_turned = (
+            isinstance(value, Tensor) and value.dim() == 2 and agree(value.T, wrong.expected)
+        )
+        return kind, "it is transposed" if is_turned else ""
     value = _flat(wrong.value)
     expected = _flat(wrong.expected)
     if value is None or expected is None or value.shape != expected.shape:
-        return f"it is {beside(wrong.value, wrong.expected)}"
+        return f"it is {beside(wrong.value, wrong.expected)}", ""
     if not torch.isfinite(value).all():
         given = _flat([x.double() for x in exercise.inputs(0, case) if isinstance(x, Tensor)])
         if given is not None and not torch.isfinite(given).all():
-            return f"it is {beside(wrong.value, wrong.expected)}"
+            return f"it is {beside(wrong.value, wrong.expected)}", ""
         hint = "a tensor from torch.empty may have been read before it was filled"
-        return f"it holds NaN or infinity, expected numbers\n{hint}"
+        return "it holds NaN or infinity, expected numbers", hint
     basis = _basis(exercise, case, wrong)
     factors = made_of(value, basis)
     expected_factors = made_of(expected, basis)
     if expected_factors and factors and factors != expected_factors:
         text = f"it is {in_words(factors)}, expected {in_words(expected_factors)}"
-        return f"{text}\n{_difference(factors, expected_factors, case.world_size)}"
+        return text, _difference(factors, expected_factors, case.world_size)
     if not expected_factors or not factors:
         multiple = made_of(value, {"the expected values": expected})
         if multiple and set(multiple.values()) != {1}:
-            return f"it is {in_words(multiple)}"
+            return f"it is {in_words(multiple)}", _factor_in_words(
+                exercise, case, *multiple.values()
+            )
     first = 0
     if isinstance(wrong.expected, Tensor):
         alike = close(wrong.value, wrong.expected, wrong.summands)
         first = int((~alike).flatten().nonzero()[0])
     almost = "almost right: " if factors and factors == expected_factors else ""
     pair = beside(float(value[first]), float(expected[first]))
-    return f"it is {almost}{pair} at place {first}"
+    return f"it is {almost}{pair} at place {first}", ""
+
+
+def _factor_in_words(exercise: Exercise, case: Case, factor: float) -> str:
+    """Say so if a result is multiplied or divided by the number of ranks or of elements."""
+    for noun, count in zip(exercise.nouns, (case.world_size, case.size)):
+        for word, by_count in (
+            ("multiplied", factor / max(count, 1)),
+            ("divided", factor * count),
+        ):
+            if noun and count > 1 and abs(by_count - 1) <= _ROUNDED:
+                return f"it is {word} by {count}: there are {format_count(count, noun)}"
+    return ""
 
 
 def _difference(factors: Mapping[str, float], expected: Mapping[str, float], ranks: int) -> str:
@@ -271,7 +291,7 @@ def _difference(factors: Mapping[str, float], expected: Mapping[str, float], ran
     return f"counted twice: {', '.join(changed)}" if is_twice else ""
 
 
-def _basis(exercise: Exercise, case: Case, wrong: _Part) -> dict[str, Tensor | None]:
+def _basis(exercise: Exercise, case: Case, wrong: Part) -> dict[str, Tensor | None]:
     """The parts of which a wrong value may be made, by name, each in one row."""
     if exercise.parts:
         parts = {name: _flat(part) for name, part in exercise.parts(case).items()}

@@ -22,34 +22,38 @@ from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.transport import Transport
 from labkit.engine.errors import WorkerError
 from labkit.engine.runtime.launch import run
-from workbook.exercises.grader.compare import agree
-from workbook.exercises.grader.exercise import Case, Exercise, Ranks
+from workbook.exercises.grader.compare import agree, plain
+from workbook.exercises.grader.exercise import Case, Exercise, Tried
 from workbook.exercises.grader.mistakes import with_one_mistake
-from workbook.exercises.grader.on_ranks import call_once, draw_alike
+from workbook.exercises.grader.on_ranks import call_once, draw_alike, limit_memory
 from workbook.notebook.pages import page_files
 
 # Then the search ends without a result (seconds of computing, seconds in all), a message counts as
 # lost, a loop as endless.
-_COMPUTING_S = 3.0
-_TIMEOUT_S = 8.0
-_MESSAGE_S = 0.1
+_COMPUTING_S = 4.0
+_TIMEOUT_S = 10.0
+_MESSAGE_S = 0.3
 _MOST_TURNS = 1_000
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
-_MOST_PHRASES = (2, 1, 1)
+_MOST_PHRASES = (2, 2, 1)
+# Fewer answers of a few kinds, such as True and False, may be alike by chance.
+_MANY_CHOICES = 16
+# Results of the same mistake in other words may differ by more than right ones.
+_ROUNDINGS = 256
 _CHOICES = (bool, str, type(None))
 _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.DOTALL)
 
 
-def likely_mistake(fn: Callable, exercise: Exercise, tried: Mapping[Case, Ranks]) -> str:
+def likely_mistake(fn: Callable, exercise: Exercise, tried: Tried) -> str:
     """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
     values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
     results = [value for of_case in values.values() for value in of_case]
-    if all(type(result) in _CHOICES for result in results):
+    if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
     # There may be no such page, a changed function may not end, a name may not travel.
     with suppress(LookupError, OSError, ValueError, WorkerError):
         solutions, words = _page_of(exercise.name)
-        used = " ".join(solutions)
+        used = set(re.findall(r"\w+", " ".join(solutions)))
         names = {
             name: value
             for name, value in getattr(fn, "__globals__", {}).items()
@@ -91,12 +95,14 @@ def _fitting(
     """The phrases of the mistakes that fit, of the lowest level with any; none if in doubt."""
     end_s = time.process_time() + _COMPUTING_S
     torch.set_num_threads(1)
+    limit_memory()
     for solution in solutions:
         exec(solution, names)
     *_, name = re.findall(r"^(?:def|class) (\w+)", solutions[-1], re.MULTILINE)
     right = {}
+    values = {case: _with_zeros(of_case) for case, of_case in values.items()}
     for case, of_case in values.items():
-        right[case] = agree(_played(names[name], exercise, case), of_case)
+        right[case] = agree(_played(names[name], exercise, case), of_case, (), _ROUNDINGS)
     # The calls that went wrong come first: they tell mistakes apart.
     calls = sorted(values.items(), key=lambda call: right[call[0]])
     counted = re.sub(r"\bwhile (.*):", r"while _count_turn() and (\1):", solutions[-1])
@@ -109,13 +115,23 @@ def _fitting(
         turns = iter(range(1, _MOST_TURNS))
         changed = names | {"_count_turn": lambda turns=turns: next(turns)}
         exec(code, changed)
-        fits = (agree(_played(changed[name], exercise, case), value) for case, value in calls)
-        if all(fits):
+        played = (_played(changed[name], exercise, case) for case, _ in calls)
+        if all(agree(ours, value, (), _ROUNDINGS) for ours, (_, value) in zip(played, calls)):
             fitting[level].append(phrase)
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
             return phrases if len(phrases) <= most else []
     return []
+
+
+def _with_zeros(value: Any) -> Any:
+    """The value with zeros where nothing was written: ``draw_alike`` has put NaN there."""
+    value = plain(value)
+    if isinstance(value, list):
+        return [_with_zeros(entry) for entry in value]
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
+    return 0.0 if isinstance(value, float) and value != value else value
 
 
 def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
@@ -129,14 +145,17 @@ def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
             transport = _ThroughQueues(rank, queues)
             comm = Comm(rank, case.world_size, torch.device("cpu"), transport)
             values[rank] = call_once(comm, fn, exercise, exercise.inputs(rank, case)).value
+        for peer in {*ranks} - {rank}:
+            queues[rank, peer].put(None)  # so that nobody waits for more
 
     draw_alike(case)
-    threads = [Thread(target=play, args=(rank,)) for rank in ranks]
+    threads = [Thread(target=play, args=(rank,)) for rank in ranks[1:]]
     for thread in threads:
         thread.start()
+    play(0)
     for thread in threads:
         thread.join()
-    return [values[rank] for rank in ranks] if len(values) == len(ranks) else []
+    return [_with_zeros(values[rank]) for rank in ranks] if len(values) == len(ranks) else []
 
 
 class _ThroughQueues(Transport):
@@ -152,8 +171,8 @@ class _ThroughQueues(Transport):
 
     def recv(self, tensor: Tensor, src: int) -> None:
         message = self._queues[src, self._rank].get(timeout=_MESSAGE_S)
-        if message.shape != tensor.shape or message.dtype != tensor.dtype:
-            raise ValueError("a message has another shape or dtype than its receive")
+        if message is None or message.shape != tensor.shape or message.dtype != tensor.dtype:
+            raise ValueError("no message comes, or it has another shape or dtype")
         tensor.copy_(message)
 
     def exchange(self, send: Tensor, dst: int, recv: Tensor, src: int) -> None:

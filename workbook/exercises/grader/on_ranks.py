@@ -43,7 +43,10 @@ class DidNotFinish(Exception):
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
         if isinstance(error, DeadlineError) and load > 2 * cores:
             story += f"\nOr try again: the machine is busy (load {load:.0f} on {cores} cores)."
-        super().__init__(f"{case_text}: {story}")
+        story = f"{case_text}: {story}"
+        if deed := re.search("all of them (send|receive) first", story):
+            story = f"Deadlock: all {deed[1]} first, and none can go on.\n{story}"
+        super().__init__(story)
         self.case = case
 
 
@@ -71,17 +74,16 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
         failure = DidNotFinish(error, "in a call whose first of two went well", cases[0])
         again_s = AGAIN_S if isinstance(error, DeadlineError) else TIMEOUT_S
     # With one call per run, no rank is in the next case, or in the barrier before it, so the
-    # explanation names only the learner's lines.
-    for case in cases:
+    # explanation names only the learner's lines. Second calls have other data: they come last.
+    for case in sorted(cases, key=lambda case: case.call):
         try:
-            if case.call == 0:
-                outcomes([case], again_s)
+            outcomes([case], again_s)
         except WorkerError as error:
             raise DidNotFinish(error, exercise.where(case), case) from None
     raise failure
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     """In a rank: an endless list ends in a MemoryError, and not the machine."""
     # Linux tells how much the process holds; other systems do not.
     with contextlib.suppress(OSError, ValueError):
@@ -93,7 +95,7 @@ def _limit_memory() -> None:
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
     """On a rank: call ``fn`` for each case, the ranks together."""
     outcomes = []
-    _limit_memory()
+    limit_memory()
     for number, case in enumerate(cases):
         if number:
             # A message that one call left unreceived must not be received by the next call.
