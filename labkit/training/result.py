@@ -153,8 +153,10 @@ def largest_difference(state: dict[str, Tensor], other: dict[str, Tensor]) -> fl
     for name, tensor in other.items():
         if not tensor.numel():
             continue
-        values = state[name].double()
-        reference = tensor.double()
+        # An imaginary part counts, too.
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
+        values = state[name].to(wide)
+        reference = tensor.to(wide)
         scale = max(reference.abs().max().item(), torch.finfo(torch.float64).tiny)
         largest = max(values.abs().max().item(), scale)
         if tensor.is_floating_point() and largest < 100 * torch.finfo(tensor.dtype).eps:
