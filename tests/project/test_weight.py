@@ -17,9 +17,9 @@ LIMITS = {
     "data": 60,
     "labkit": 26850,
     "notebooks": 900,
-    "tests": 27400,
+    "tests": 27580,
     "tools": 1720,
-    "workbook": 16600,
+    "workbook": 16740,
 }
 
 
