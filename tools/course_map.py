@@ -79,7 +79,7 @@ PAGES = {
     ),
 }
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")
-_NEIGHBOURS = re.compile(r"\| (Previous|Next|Short path) \|.*(\n|$)")
+_NEIGHBORS = re.compile(r"\| (Previous|Next|Short path) \|.*(\n|$)")
 _LAST_RUN = re.compile(r"(\| Last run on \|.*\n)")
 
 
@@ -94,8 +94,8 @@ def course_map(folder: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
-def neighbours(stem: str) -> str:
-    """Return the rows of a page's head that link to its neighbours, and along the short path."""
+def neighbors(stem: str) -> str:
+    """Return the rows of a page's head that link to its neighbors, and along the short path."""
     pages = list(PAGES)
     number = pages.index(stem)
     rows = ""
@@ -131,9 +131,9 @@ def files() -> dict[Path, str]:
     for stem in PAGES:
         path = ROOT / "notebooks" / f"{stem}.ipynb"
         page = nbformat.read(path, as_version=4)
-        head = _NEIGHBOURS.sub("", page.cells[0].source + "\n")
+        head = _NEIGHBORS.sub("", page.cells[0].source + "\n")
         row = _LAST_RUN.search(head)
-        rows = (row[0] if row else "") + neighbours(stem)
+        rows = (row[0] if row else "") + neighbors(stem)
         page.cells[0].source = replaced(_LAST_RUN, rows, head).removesuffix("\n")
         found[path] = nbformat.writes(page).rstrip("\n") + "\n"
     return found

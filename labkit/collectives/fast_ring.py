@@ -3,7 +3,7 @@
 ``ring_all_reduce`` moves a whole chunk, then adds it, then moves the next: with large tensors each
 of these passes goes through main memory. Here the loop over segments is the outer one. Each chunk
 is cut into segments; segment g of all P chunks makes a column, and the whole timetable runs for
-one column before the next. An incoming segment is read directly from the neighbour's memory, and
+one column before the next. An incoming segment is read directly from the neighbor's memory, and
 the sum is written directly into the slot from which the next rank reads it.
 
 Chunks, order of additions, messages and bytes are those of the readable ring, so the result is the
@@ -53,7 +53,7 @@ def _steps(rank: int, world_size: int) -> list[RingStep]:
 def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     """Run the timetable: a segment that arrives in one step is sent at the end of that step.
 
-    The first send of a column needs nothing from the left neighbour. The last step sends nothing;
+    The first send of a column needs nothing from the left neighbor. The last step sends nothing;
     there the following column begins, so that no rank waits.
     """
     steps = _steps(comm.rank, comm.world_size)

@@ -48,8 +48,8 @@ def ring_all_reduce(comm: Comm, tensor: torch.Tensor, op: str = "sum") -> torch.
 def share_reduce(comm: Comm, chunks: list[torch.Tensor], op: str = "sum") -> None:
     """Reduce-scatter the chunks in P - 1 steps along the ring (here also called share-reduce).
 
-    In step s rank r sends chunk r - s to its right neighbour, receives the partial sum of chunk
-    r - s - 1 from its left neighbour, and adds its own values to it (numbers mod P).
+    In step s rank r sends chunk r - s to its right neighbor, receives the partial sum of chunk
+    r - s - 1 from its left neighbor, and adds its own values to it (numbers mod P).
 
     Args:
         chunks: P tensors, one per rank. On return chunk (rank + 1) mod P holds the complete

@@ -76,7 +76,7 @@ def _timed(fn: Callable[..., Any], *args: Tensor) -> tuple[float, Any]:
 def even_split(
     model: nn.Module, input_shape: Shape, num_stages: int, dtype: torch.dtype | None = None
 ) -> tuple[int, ...]:
-    """Split points that minimise the forward FLOPs of the stage with the most.
+    """Split points that minimize the forward FLOPs of the stage with the most.
 
     They are counted, so every process finds the same split, without a measurement. The model is a
     chain of at least ``num_stages`` layers; ``input_shape`` and ``dtype`` are those of one sample.

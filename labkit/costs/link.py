@@ -143,7 +143,7 @@ def hosts_all_reduce_seconds(
     beta: inside a host; A, B: of a host's card):
 
     ring: 2 (P - 1) x max(alpha + S / P beta, A + k S / P B), if k ranks of a host have their right
-    neighbour on another one; ranks that are numbered host by host have k = 1.
+    neighbor on another one; ranks that are numbered host by host have k = 1.
     hierarchical: 2 (m - 1) (alpha + S / m beta) + 2 (H - 1) (A + S / H B).
     """
     check_choice("algorithm", algorithm, ("ring", "hierarchical"))
@@ -158,8 +158,8 @@ def hosts_all_reduce_seconds(
         return inside_s + all_reduce_seconds("ring", num_bytes, len(hosts), card)
     leaving = 0
     for ranks in hosts:
-        right_neighbours = {(rank + 1) % world_size for rank in ranks}
-        leaving = max(leaving, len(right_neighbours - set(ranks)))
+        right_neighbors = {(rank + 1) % world_size for rank in ranks}
+        leaving = max(leaving, len(right_neighbors - set(ranks)))
     card = replace(between, beta_s_per_byte=leaving * between.beta_s_per_byte)
     links = [inside, card] if leaving else [inside]
     return max(all_reduce_seconds("ring", num_bytes, world_size, link) for link in links)

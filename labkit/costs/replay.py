@@ -11,7 +11,7 @@ Every lane (thread) of every rank takes its spans in the order in which they wer
 3. An operation of another thread begins when its caller has come to the call, and a ``wait`` ends
    with the operations that it waits for.
 
-Events happen in the order of their times, so cards serve first who comes first. Not modelled:
+Events happen in the order of their times, so cards serve first who comes first. Not modeled:
 that ranks share cores, and a ``recv_any`` that would have served another rank first.
 
 Sources: discrete-event simulation of traces as in Zhu et al., "Daydream: accurately estimating

@@ -146,7 +146,7 @@ def card_bytes(algorithm: str, num_elements: int, element_bytes: int, hosts: Hos
     """The bytes that leave each host in one all-reduce; as many arrive.
 
     ``hierarchical``: 2 (H - 1) / H x S, however many ranks a host has.
-    ``ring``: 2 (P - 1) / P x S if one rank of the host has its right neighbour on another host, as
+    ``ring``: 2 (P - 1) / P x S if one rank of the host has its right neighbor on another host, as
     when ranks are numbered host by host; k times that if k ranks have. On two hosts of m ranks
     that are dealt out in turn, k is m.
     """

@@ -147,7 +147,7 @@ def check_world_size(world_size: int, *, warn: bool = True) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """The machine's hardware and system, to be recorded; CUDA is not initialised."""
+    """The machine's hardware and system, to be recorded; CUDA is not initialized."""
     cpu = platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         match = re.search(r"model name.*?: (.*)", Path("/proc/cpuinfo").read_text())

@@ -1,6 +1,6 @@
 """The GPUs of this machine, as torch counts them.
 
-To count them does not initialise CUDA, so a process that asks may still fork; ``check_usable``
+To count them does not initialize CUDA, so a process that asks may still fork; ``check_usable``
 does.
 """
 

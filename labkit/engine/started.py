@@ -122,9 +122,9 @@ def is_rank_0() -> bool:
 def fill_in(rank: int, hosts: list[str]) -> None:
     """Set what the launcher has not said, from the names of all ranks' hosts, by rank."""
     names = list(dict.fromkeys(hosts))
-    neighbours = [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    os.environ.setdefault("LOCAL_RANK", str(neighbours.index(rank)))
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(neighbours)))
+    neighbors = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    os.environ.setdefault("LOCAL_RANK", str(neighbors.index(rank)))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(neighbors)))
     os.environ.setdefault("GROUP_RANK", str(names.index(hosts[rank])))
     read_numbers()
 

@@ -6,7 +6,7 @@ submitted something:
 1. Take what was submitted since the last cycle. 2. Send that to rank 0, the ``Coordinator``. 3. A
 name is ready when all ranks have submitted it. 4. Rank 0 compares what they want; if they differ,
 all get an error that says what each has. 5. Rank 0 sends the list to all. 6. All run it;
-neighbouring all-reduces are fused, as a ring costs 2 (P - 1) latencies at any size.
+neighboring all-reduces are fused, as a ring costs 2 (P - 1) latencies at any size.
 
 Messages of a cycle, besides those of the collectives: 2 from each other rank to rank 0 and 2 back,
 a length and as many bytes of JSON. A rank that has submitted nothing takes no part: then nothing
@@ -211,7 +211,7 @@ class Engine(threading.Thread):
 
 
 def fuse(handles: Sequence[Handle], most_bytes: int) -> list[list[Handle]]:
-    """Put neighbouring all-reduces of one operation and dtype together: ``most_bytes`` at most."""
+    """Put neighboring all-reduces of one operation and dtype together: ``most_bytes`` at most."""
     groups: list[list[Handle]] = []
     group_key = None
     group_bytes = 0

@@ -168,7 +168,7 @@ class Pipelining:
         interleaves: whether a rank has several stages.
         cuts_backward: whether backwards may be two actions: gradients of inputs, and of weights.
         hops_beside: whether messages move beside a rank's work, not between its actions.
-        exchanges: whether a message to a neighbour and one from it may be one ``Hop``.
+        exchanges: whether a message to a neighbor and one from it may be one ``Hop``.
 
     Raises:
         ValueError: it interleaves, and its messages are not beside the work.
@@ -321,8 +321,8 @@ def with_hops(
 ) -> Iterator[Action | Hop]:
     """The instructions of a stage: its actions, and between them the messages that they need.
 
-    A send ends only when its receive has begun. So what a stage sends to a neighbour and what it
-    next needs from the same neighbour make a single ``Hop``: if stage 0 sends F1's activation
+    A send ends only when its receive has begun. So what a stage sends to a neighbor and what it
+    next needs from the same neighbor make a single ``Hop``: if stage 0 sends F1's activation
     while stage 1 sends B0's gradient, neither waits for the other. Without ``exchange`` each hop
     is one message. The stages before ``first_trained`` train nothing: they have no backward, and
     no gradient is sent to them.

@@ -44,8 +44,8 @@ class RingStep(NamedTuple):
 def ring_share_reduce(rank: int, world_size: int) -> Iterator[RingStep]:
     """The first half of ring all-reduce (the literature's reduce-scatter): P - 1 steps.
 
-    At step s rank r sends chunk (r - s) mod P to its right neighbour, receives chunk
-    (r - s - 1) mod P from its left neighbour, and adds it to its own values of that chunk. After
+    At step s rank r sends chunk (r - s) mod P to its right neighbor, receives chunk
+    (r - s - 1) mod P from its left neighbor, and adds it to its own values of that chunk. After
     the last step rank r holds the complete sum of chunk (r + 1) mod P.
     """
     yield from _ring(rank, world_size, "share_reduce", first=rank)

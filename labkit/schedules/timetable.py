@@ -92,12 +92,12 @@ def _inputs(kind: str, stage: int, hop_s: Sequence[float]) -> dict[tuple[str, in
     """The (kind, stage) of the actions that an action needs, and the seconds of their transfer."""
     if kind == "backward_weight":
         return {("backward", stage): 0.0}
-    neighbour = stage - 1 if kind == "forward" else stage + 1
+    neighbor = stage - 1 if kind == "forward" else stage + 1
     inputs = {}
     if kind != "forward":
         inputs["forward", stage] = 0.0
-    if 0 <= neighbour <= len(hop_s):
-        inputs[kind.removesuffix("_input"), neighbour] = hop_s[min(stage, neighbour)]
+    if 0 <= neighbor <= len(hop_s):
+        inputs[kind.removesuffix("_input"), neighbor] = hop_s[min(stage, neighbor)]
     return inputs
 
 

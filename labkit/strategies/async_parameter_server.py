@@ -49,7 +49,7 @@ class AsyncParameterServer(OnShares):
 
     An epoch ends when the server has received as many shares as the epoch has, from any workers.
     A share that is empty, or ignored as a whole, counts, but makes no update. The loss of an epoch
-    is the mean over the samples pushed during it. Each worker normalises (BatchNorm) with the
+    is the mean over the samples pushed during it. Each worker normalizes (BatchNorm) with the
     statistics of its own share; the server takes the running averages of the latest push as they
     are.
 

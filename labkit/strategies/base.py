@@ -86,7 +86,7 @@ class Strategy:
         raise NotImplementedError
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
-        """Forward, backward, synchronise, update; returns the sum of the losses, a scalar.
+        """Forward, backward, synchronize, update; returns the sum of the losses, a scalar.
 
         ``inputs`` [n, ...] and ``targets`` [n] are this rank's part (n may be 0) of a global batch
         of ``batch_size`` samples, of whose mean loss the update uses the gradient.

@@ -33,7 +33,7 @@ from labkit.strategies.traits import Traits
 class DataParallel(Strategy):
     """Synchronous data parallelism on several ``devices`` of one process, named as ("cpu", "cpu").
 
-    Batch statistics (BatchNorm): each replica normalises with the statistics of its own part.
+    Batch statistics (BatchNorm): each replica normalizes with the statistics of its own part.
     Device 0's running averages are kept, as in ``nn.DataParallel``. A batch of fewer samples than
     devices leaves the last devices idle. With ``amp`` outputs and their gradients move in the half
     dtype.

@@ -51,7 +51,7 @@ class NaiveDDP(nn.Module):
     gradients, which are summed already, are summed again.
 
     Buffers (BatchNorm's statistics) are rank 0's: they are broadcast after each all-reduce. Each
-    rank normalises with the statistics of its own share. A missing gradient becomes zeros. A
+    rank normalizes with the statistics of its own share. A missing gradient becomes zeros. A
     parameter that is unfrozen later is not summed.
 
     Args:
@@ -71,7 +71,7 @@ class NaiveDDP(nn.Module):
         self.hierarchical = hierarchical
         self.all_reduce = fast_hierarchical_all_reduce if hierarchical else fast_ring_all_reduce
         self.trained = trained_parameters(module)
-        self._synchronises = True
+        self._synchronizes = True
         self._in_backward = False
         self._will_end = False  # whether autograd will call ``_on_end``
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -100,17 +100,17 @@ class NaiveDDP(nn.Module):
 
         The first backward after the context all-reduces the accumulated gradients.
         """
-        before = self._synchronises
-        self._synchronises = False
+        before = self._synchronizes
+        self._synchronizes = False
         try:
             yield
         finally:
-            self._synchronises = before
+            self._synchronizes = before
 
     # The hooks, in the order in which a backward calls them.
 
     def _on_begin(self, _: Tensor | None = None) -> None:
-        if self._synchronises and not self._will_end:
+        if self._synchronizes and not self._will_end:
             self._will_end = True
             Variable._execution_engine.queue_callback(self._on_end)
 
@@ -118,7 +118,7 @@ class NaiveDDP(nn.Module):
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         # A sum over ranks is not sparse for long.
         make_dense(parameter)
-        if self._synchronises:
+        if self._synchronizes:
             self._on_begin()
             self._in_backward = True
             self.gradient_ready(parameter)
@@ -283,7 +283,7 @@ def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -
 
 @dataclass(eq=False)
 class DDP(OnShares):
-    """Data parallelism with ``BucketedDDP``; one synchronisation per update, or per several.
+    """Data parallelism with ``BucketedDDP``; one synchronization per update, or per several.
 
     Args:
         average_every: K, for local SGD: parameters are averaged after every K updates of an epoch

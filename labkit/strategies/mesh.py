@@ -6,7 +6,7 @@ D x S x T ranks, for example 2 x 1 x 2 and 1 x 2 x 2:
     data     rank 0  rank 1    stage 0  rank 0  rank 1
              rank 2  rank 3    stage 1  rank 2  rank 3
 
-1. **Tensor**: each layer is cut over T ranks. They talk in every layer, so they are neighbours:
+1. **Tensor**: each layer is cut over T ranks. They talk in every layer, so they are neighbors:
 rank = (d S + s) T + t. 2. **Pipeline**: the layers form S stages, between which activations
 travel. 3. **Data**: D replicas of all this have a share of the batch each. Their gradients are
 summed, in buckets, once per update: these ranks may be furthest apart.

@@ -126,7 +126,7 @@ class Pipeline(StagedModel):
     """``ModelParallel`` with micro-batches under way on all stages at once.
 
     The update waits for all micro-batches, so the result equals that of one device that
-    accumulates the same micro-batches. Each is normalised (BatchNorm) with its own statistics.
+    accumulates the same micro-batches. Each is normalized (BatchNorm) with its own statistics.
 
     Args:
         micro_batches: M; a batch of fewer samples is cut into single samples.

@@ -34,7 +34,7 @@ class OnShares(Strategy):
     A subclass may hold a part of the model (``Sharded``), or take the whole batch.
 
     A run equals that of one device if no layer combines samples and none draws random numbers:
-    with dropout each rank draws its own, and BatchNorm normalises each share by itself, unless
+    with dropout each rank draws its own, and BatchNorm normalizes each share by itself, unless
     ``sync_batch_norm`` gives it the global batch's statistics. At the end of an epoch all ranks
     get the first worker's running averages, as in PyTorch's DDP.
 
@@ -116,9 +116,9 @@ class OnShares(Strategy):
         total = targets.new_zeros((), dtype=torch.float64)
         micro_batches = zip(inputs.split(sizes), targets.split(sizes))
         for number, (inputs_part, targets_part) in enumerate(micro_batches, start=1):
-            synchronisation = self.no_sync if number < len(sizes) else nullcontext
+            synchronization = self.no_sync if number < len(sizes) else nullcontext
             if len(targets_part) or self.runs_empty:
-                with self.comm.span("compute"), synchronisation():
+                with self.comm.span("compute"), synchronization():
                     loss = self._forward_backward(inputs_part, targets_part, weight)
                     total += loss.to(total.device)
         self.ended_empty = not sizes[-1]
@@ -137,7 +137,7 @@ class OnShares(Strategy):
         ((loss + balance_loss) * (self.precision.scaler.scale * weight)).backward()
         if is_slow:
             gpus.synchronize(self.comm.device)
-            # PyTorch initialises itself in the first micro-batch, which takes many times as long.
+            # PyTorch initializes itself in the first micro-batch, which takes many times as long.
             if self._is_warm:
                 time.sleep((slowdown - 1) * (time.perf_counter() - start_s))
             self._is_warm = True

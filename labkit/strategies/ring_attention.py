@@ -105,7 +105,7 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def travelling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+def traveling(comm: Comm, block: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """Yield each rank's block [x, n, k, u, d], this rank's own first; the next is under way."""
     for step in range(comm.world_size - 1):
         owner = (comm.rank - step) % comm.world_size
@@ -152,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
         running = Running(zeros - math.inf, zeros, torch.zeros_like(wide(q)))
         # (Autocast would round the products to 16 bits.)
         with comm.collective("ring_attention"), torch.autocast(q.device.type, enabled=False):
-            for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
+            for owner, block in traveling(comm, torch.stack([k, v]), ctx.sizes):
                 rows, columns = _visible(ctx, owner)
                 if _is_empty(rows) or _is_empty(columns):
                     continue
@@ -178,7 +178,7 @@ class _RingAttention(torch.autograd.Function):
         receive: Callable[[], Tensor] | None = None
         title = "ring_attention backward"
         with comm.collective(title), torch.autocast(q.device.type, enabled=False):
-            for owner, block in travelling(comm, torch.stack([k, v]), ctx.sizes):
+            for owner, block in traveling(comm, torch.stack([k, v]), ctx.sizes):
                 block_gradient = torch.zeros_like(wide(block))
                 rows, columns = _visible(ctx, owner)
                 if not (_is_empty(rows) or _is_empty(columns)):

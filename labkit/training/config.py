@@ -25,7 +25,7 @@ ONE_PROCESS = ("single", "data_parallel", "model_parallel")
 AUGMENTATIONS = ("crop", "flip", "randaugment", "colorjitter", "erasing")
 # (lr, weight_decay) of labkit's optimizers where none are given.
 _RATES = {"sgd": (0.05, 0.0), "adam": (1e-3, 0.0), "adamw": (1e-3, 0.01)}
-# Without normalisation, sgd's rate above makes the loss of this model infinite.
+# Without normalization, sgd's rate above makes the loss of this model infinite.
 _SGD_LR = {"vgg16": 0.005}
 # Seconds, and bytes per second.
 _LINK_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6}

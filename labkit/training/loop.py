@@ -1,6 +1,6 @@
 """The training loop that all techniques share, and what an epoch reports.
 
-The loop owns the data, the epochs and the measurements; a strategy owns the model and synchronises
+The loop owns the data, the epochs and the measurements; a strategy owns the model and synchronizes
 the ranks. So the runs of two techniques differ only in the technique.
 """
 

@@ -16,7 +16,7 @@ from labkit.extras import require
 from labkit.units import check_choice
 from labkit.workload.samples import Standard, Transform
 
-# README.md in it says where its files come from, and under which licence.
+# README.md in it says where its files come from, and under which license.
 PACKAGE_DATA = Path(__file__).resolve().parent / "data"
 # A sample of text is this many characters, and its targets are those that follow each of them.
 TEXT_LENGTH = 64

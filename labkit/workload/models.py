@@ -23,7 +23,7 @@ from labkit.workload.transformer import gpt
 # Images up to this width count as small: a stem made for ImageNet discards most of their pixels.
 SMALL_IMAGE_PIXELS = 64
 # 2 x 2 pixels: BatchNorm needs several values per channel, even if a rank has one sample.
-SMALLEST_NORMALISED_MAP = 2
+SMALLEST_NORMALIZED_MAP = 2
 
 # Configuration D, Simonyan and Zisserman (2015), table 1: channels of the 3x3 convolutions.
 VGG16_CHANNELS = (
@@ -57,7 +57,7 @@ def build_model(
             f"{remedy}"
         )
     # The CPU generator alone: torch.manual_seed would also touch CUDA, which the parent of the
-    # workers must never initialise.
+    # workers must never initialize.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         layers = list(_BUILDERS[name](tuple(input_shape), num_classes))
@@ -114,7 +114,7 @@ def vgg16(input_shape: tuple[int, int, int], num_classes: int) -> Iterable[nn.Mo
     The indices of the feature layers are torchvision's at every image size: a pooling layer that
     would leave no pixel (the last two of the five on 8x8) becomes an identity. The published
     classifier, of 120 million parameters, is replaced by an average pooling and a linear layer.
-    Without normalisation, the model learns digits at a rate of 0.005 and fails at 0.02.
+    Without normalization, the model learns digits at a rate of 0.005 and fails at 0.02.
     """
     channels, height, width = input_shape
     size = min(height, width)
@@ -148,7 +148,7 @@ def _resnet(name: str, input_shape: tuple[int, int, int], num_classes: int) -> I
 
 
 def _he(conv: nn.Conv2d) -> nn.Conv2d:
-    """Initialise a stem without bias as torchvision does (He et al. 2015, backward case)."""
+    """Initialize a stem without bias as torchvision does (He et al. 2015, backward case)."""
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return conv
 
@@ -174,7 +174,7 @@ def _limit_strides(layers: Iterable[nn.Module], size: int) -> None:
         strided = [module for module in shrinking if module.stride in (2, (2, 2))]
         if not strided:
             continue
-        if math.ceil(size / 2) >= SMALLEST_NORMALISED_MAP:
+        if math.ceil(size / 2) >= SMALLEST_NORMALIZED_MAP:
             size = math.ceil(size / 2)
         else:
             for module in strided:

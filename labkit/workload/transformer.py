@@ -69,7 +69,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP (or experts), each of a normalised input and added to it."""
+    """Attention, then the MLP (or experts), each of a normalized input and added to it."""
 
     def __init__(self, width: int, num_heads: int, num_experts: int = 0):
         super().__init__()

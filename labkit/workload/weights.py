@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
     notes = []
     if stays:
         notes.append(
-            f"not in this shape in {Path(path).name}, so as initialised: {', '.join(stays)}"
+            f"not in this shape in {Path(path).name}, so as initialized: {', '.join(stays)}"
         )
     if match.left_out:
         notes.append(

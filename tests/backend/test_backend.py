@@ -337,7 +337,7 @@ def test_an_interrupt_inside_a_call_ends_the_others_calls(tmp_path):
         assert "rank 1 gave up (KeyboardInterrupt" in outcome
 
 
-def initialises_again(path, rank):
+def initializes_again(path, rank):
     for number in range(3):
         dist.destroy_process_group()
         # The same store each time, as under torchrun.
@@ -349,7 +349,7 @@ def initialises_again(path, rank):
 
 
 def test_a_second_init_on_the_same_store(tmp_path):
-    again = partial(initialises_again, str(tmp_path / "store"))
+    again = partial(initializes_again, str(tmp_path / "store"))
     assert plain(tmp_path, again) == [(0, "fine")] * 2
 
 

@@ -64,7 +64,7 @@ def test_sums_of_16_bits_are_rounded_once(dtype):
 def test_many_in_a_row_of_ranks_at_different_speeds_and_no_file_is_left_open():
     """No rank overwrites what another rank still reads: in a bucket, a window or a ring's slots.
 
-    A rank may be several segments or even a whole all-reduce ahead of its neighbour.
+    A rank may be several segments or even a whole all-reduce ahead of its neighbor.
     """
 
     def in_a_row(comm):

@@ -52,7 +52,7 @@ def test_a_step_of_stages_sends_what_crosses_the_cuts():
 
     # The stage in the middle sends an activation on, and a gradient back.
     assert steps([400, 80]) == [Cost(2, 1, 4000), Cost(4, 2, 800 + 4000), Cost(2, 1, 800)]
-    # A pipeline's activation out and gradient in, at the same neighbour, are one exchange.
+    # A pipeline's activation out and gradient in, at the same neighbor, are one exchange.
     assert [cost.steps for cost in steps([400, 80], schedule="gpipe")] == [1, 3, 2]
     # Three micro-batches, of 4, 3 and 3 samples. GPipe, stage 1 of 3: F0 in, F0 out, F1 in, F1
     # out, F2 in, F2 out and B0 in at once; then B0 out, B1 in, B1 out, B2 in, B2 out.

@@ -78,7 +78,7 @@ def test_equal_stages_and_free_hops_have_the_bubble_of_the_formula(schedule, num
         assert bubble(slots) == pytest.approx(bubble_formula(num_stages, count))
 
 
-def test_a_hop_delays_the_neighbour_and_occupies_no_stage():
+def test_a_hop_delays_the_neighbor_and_occupies_no_stage():
     slots = predicted_slots(pipeline_streams("gpipe", 2, 2), [1, 1], [1, 1], hop_s=[0.5])
     assert slots[:2] == [Slot(0, "forward", 0, 0, 1), Slot(0, "forward", 1, 1, 2)]
     stage_1 = [(slot.start_s, slot.end_s) for slot in slots if slot.rank == 1]

@@ -17,7 +17,7 @@ from labkit.collectives import fast_ring_all_reduce, ring_all_reduce
 SLACK_BYTES = 64 * 2**20
 
 
-def add_neighbours(comm):
+def add_neighbors(comm):
     mine = torch.full((1000,), float(comm.rank), device=comm.device)
     theirs = torch.zeros_like(mine)
     if comm.world_size > 1:
@@ -28,8 +28,8 @@ def add_neighbours(comm):
 
 
 @needs.gpus(1)
-def test_ranks_share_a_gpu_and_the_caller_never_initialises_cuda():
-    found = run(add_neighbours, world_size=3, devices="cuda:0,cuda:0,cpu").values
+def test_ranks_share_a_gpu_and_the_caller_never_initializes_cuda():
+    found = run(add_neighbors, world_size=3, devices="cuda:0,cuda:0,cpu").values
     assert found == [("cuda:0", 2.0), ("cuda:0", 1.0), ("cpu", 3.0)]
     assert not torch.cuda.is_initialized()
 
@@ -37,7 +37,7 @@ def test_ranks_share_a_gpu_and_the_caller_never_initialises_cuda():
 @needs.gpus(2)
 def test_each_rank_has_a_gpu_named_in_order_and_talks_over_nccl():
     def found(comm):
-        return torch.distributed.get_backend(), *add_neighbours(comm)
+        return torch.distributed.get_backend(), *add_neighbors(comm)
 
     ranks = run(found, world_size=2, devices="cuda:1,cuda:0").values
     assert ranks == [("nccl", "cuda:1", 1.0), ("nccl", "cuda:0", 1.0)]
@@ -103,7 +103,7 @@ def takes_too_much(comm):
 def test_a_failure_is_explained_and_the_next_run_works(devices, fails, error, words):
     with pytest.raises(error, match=words):
         run(fails, world_size=2, devices=devices, timeout_s=60)
-    assert [value for _, value in run(add_neighbours, world_size=2, devices=devices).values] == [
+    assert [value for _, value in run(add_neighbors, world_size=2, devices=devices).values] == [
         1.0
     ] * 2
 

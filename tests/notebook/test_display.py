@@ -1,4 +1,4 @@
-"""Sources on a page: a block of code that JupyterLab colours, plain text elsewhere."""
+"""Sources on a page: a block of code that JupyterLab colors, plain text elsewhere."""
 
 from pathlib import Path
 

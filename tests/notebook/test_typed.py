@@ -30,7 +30,7 @@ def test_a_number_is_read_with_any_unit_of_the_same_kind(text, unit, number):
 
 
 REFUSED = [("3 MiB", "s"), ("3 ms", "bytes"), ("3 ms", "messages")]
-REFUSED += [("5 m", "s")]  # minutes, milliseconds or metres
+REFUSED += [("5 m", "s")]  # minutes, milliseconds or meters
 NO_NUMBERS = ("", "many", "nan", "inf", "10⁶", "1 2", "1..2", "f(1)", "a.b3", "1e999", "1,5")
 
 

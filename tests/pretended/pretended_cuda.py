@@ -50,7 +50,7 @@ class Stream:
         return event
 
     def synchronize(self):
-        gpus.initialise()
+        gpus.initialize()
 
     def is_capturing(self):
         return False
@@ -75,13 +75,13 @@ class Event:
         self.device, self._recorded_s = stream.device, time.perf_counter()
 
     def wait(self, stream=None):
-        gpus.initialise()
+        gpus.initialize()
 
     def query(self):
         return True
 
     def synchronize(self):
-        gpus.initialise()
+        gpus.initialize()
 
     def elapsed_time(self, end):
         """Milliseconds."""
@@ -154,7 +154,7 @@ def set_device(device):
 
 
 def current_device():
-    gpus.initialise()
+    gpus.initialize()
     return gpus.current()
 
 
@@ -186,10 +186,10 @@ def install():
     ours |= {
         "device_count": gpus.num_gpus,
         "is_available": lambda: gpus.num_gpus() > 0,
-        "is_initialized": gpus.is_initialised,
+        "is_initialized": gpus.is_initialized,
         "_is_compiled": lambda: True,
         "_is_in_bad_fork": gpus.in_bad_fork,
-        "_lazy_init": gpus.initialise,
+        "_lazy_init": gpus.initialize,
         "_exchange_device": gpus.make_current,
         "_maybe_exchange_device": gpus.make_current,
         "stream": StreamContext,

@@ -10,8 +10,8 @@ What holds, so that the code for GPUs runs as it would:
 * ``init_process_group("nccl")`` and ``new_group`` are gloo underneath, and say nccl. On nccl a
   tensor on the CPU raises, on gloo a GPU's tensor in ``send`` and ``recv`` does.
 * ``autocast("cuda")``, ``GradScaler``, DDP with ``device_ids``, and ``nn.DataParallel`` work.
-* CUDA is initialised by the first use, and a fork after that cannot use it. A notebook's kernel
-  that initialises CUDA ends in an error: labkit promises that it never does.
+* CUDA is initialized by the first use, and a fork after that cannot use it. A notebook's kernel
+  that initializes CUDA ends in an error: labkit promises that it never does.
 
 What does not: everything is done when a call returns (nothing overlaps, a send waits for its
 receive as gloo's does), there are no kernels of NVIDIA's libraries, no TF32, no CUDA graphs, and
@@ -28,7 +28,7 @@ import torch
 
 CPU = torch.device("cpu")
 _state = threading.local()
-_process = {"initialised": False, "forked": False}
+_process = {"initialized": False, "forked": False}
 
 
 def num_gpus():
@@ -46,13 +46,13 @@ def num_gpus():
     return len(seen)
 
 
-def initialise():
+def initialize():
     """What the first use of CUDA in a process does.
 
     Raises:
         RuntimeError: in a process forked after that, in a notebook's kernel, or without GPUs.
     """
-    if _process["initialised"]:
+    if _process["initialized"]:
         return
     if _process["forked"]:
         raise RuntimeError(
@@ -62,17 +62,17 @@ def initialise():
     if not num_gpus():
         raise RuntimeError("No CUDA GPUs are available")
     if any("ipykernel" in word for word in sys.orig_argv):
-        raise RuntimeError("pretended GPUs: the notebook's kernel has initialised CUDA")
-    _process["initialised"] = True
+        raise RuntimeError("pretended GPUs: the notebook's kernel has initialized CUDA")
+    _process["initialized"] = True
 
 
 def _after_fork():
-    if _process["initialised"]:
-        _process.update(initialised=False, forked=True)
+    if _process["initialized"]:
+        _process.update(initialized=False, forked=True)
 
 
-def is_initialised():
-    return _process["initialised"]
+def is_initialized():
+    return _process["initialized"]
 
 
 def in_bad_fork():
@@ -93,12 +93,12 @@ def make_current(index):
 
 
 def checked(device):
-    """A GPU's device with its number, after CUDA has been initialised.
+    """A GPU's device with its number, after CUDA has been initialized.
 
     Raises:
         RuntimeError: there is no such GPU.
     """
-    initialise()
+    initialize()
     index = current() if device.index is None else device.index
     if index >= num_gpus():
         raise RuntimeError(

@@ -52,7 +52,7 @@ def shown(tensor):
     """The device that ``tensor.device`` shows."""
     if (found := label(tensor)) is not None:
         return found
-    if tensor.device.type == "cpu" and in_backward() and gpus.is_initialised():
+    if tensor.device.type == "cpu" and in_backward() and gpus.is_initialized():
         return torch.device("cuda", gpus.current())
     return tensor.device
 
@@ -242,7 +242,7 @@ class Pretend(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if in_backward() and isinstance(func, torch._ops.OpOverload):
-            # Seen under a dispatch mode alone, with gradients that nobody has labelled.
+            # Seen under a dispatch mode alone, with gradients that nobody has labeled.
             return func(*args, **kwargs)
         # A rank on NCCL wraps some of Tensor's methods; torch finds the wrapper by its name.
         special = SPECIAL.get(func) or SPECIAL.get(getattr(func, "__wrapped__", None))

@@ -24,7 +24,7 @@ def test_the_table_has_every_page_in_the_folder_in_reading_order():
     assert [path.stem for path in NOTEBOOKS] == list(course_map.PAGES)
 
 
-def test_readme_page_00_and_every_page_s_neighbours_are_made_from_it():
+def test_readme_page_00_and_every_page_s_neighbors_are_made_from_it():
     for path, text in course_map.files().items():
         assert path.read_text() == text, f"{path.name}: python tools/course_map.py"
 

@@ -78,7 +78,7 @@ def gradients_of_naive_ddp(comm):
     return {name: p.grad for name, p in replica.module.named_parameters()}
 
 
-def test_naive_ddp_synchronises_again():
+def test_naive_ddp_synchronizes_again():
     gradients, others = run(gradients_of_naive_ddp, world_size=2).values
     assert largest_difference(gradients, others) == 0
 

@@ -85,7 +85,7 @@ def test_a_rank_talks_to_the_ranks_of_its_groups_and_replicas_send_their_gradien
     meshes = (2, 1, 2), (1, 2, 2), (2, 2, 1)
     for rank, found in enumerate(run(sent_to, meshes, world_size=4, device="cpu").values):
         for (dp, *_), (num_bytes, sizes) in zip(meshes, found, strict=True):
-            # Neighbours along the innermost side that is longer than 1, and across.
+            # Neighbors along the innermost side that is longer than 1, and across.
             assert num_bytes.keys() == {rank ^ 1, rank ^ 2}
             if dp > 1:
                 due = sum(ring_all_reduce_cost(n, 8, 2, rank // 2).num_bytes for n in sizes)

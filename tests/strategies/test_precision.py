@@ -28,7 +28,7 @@ def images():
 
 
 def numbers():
-    """Without BatchNorm, which normalises shares."""
+    """Without BatchNorm, which normalizes shares."""
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 
 

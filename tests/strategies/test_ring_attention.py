@@ -32,7 +32,7 @@ def ring_attention_cost(shape, element_bytes, world_size, rank=0, zigzag=False):
     samples, heads, length, size = shape
     steps = world_size - 1
     pair = 2 * samples * heads * size
-    # The right neighbour's own block is the one that this rank does not pass on.
+    # The right neighbor's own block is the one that this rank does not pass on.
     chunks = attention_chunks((rank + 1) % world_size, world_size, length, zigzag)
     passed_on = length - sum(len(chunk) for chunk in chunks)
     blocks = Cost(steps, steps, passed_on * pair * element_bytes)

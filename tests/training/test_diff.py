@@ -58,7 +58,7 @@ class Loop:
         for inputs_part, targets_part in parts:
             self.loss(model(inputs_part), targets_part).backward()
 
-    def synchronise(self, model):
+    def synchronize(self, model):
         for parameter in model.parameters():
             if self.world_size > 1 and parameter.grad is not None:
                 self.all_reduce(parameter)
@@ -80,7 +80,7 @@ class Loop:
                 inputs, targets = self.batch(step)
                 self.zero(optimizer)
                 self.forward_backward(model, self.share(inputs), self.share(targets))
-                self.synchronise(model)
+                self.synchronize(model)
                 optimizer.param_groups[0]["lr"] = self.lr(step)
                 optimizer.step()
 
@@ -93,7 +93,7 @@ class MeanOfShare(Loop):
 
 
 class NotDivided(MeanOfShare):
-    def synchronise(self, model):
+    def synchronize(self, model):
         for parameter in model.parameters():
             self.all_reduce(parameter)
 
@@ -139,8 +139,8 @@ class RateByRank(MeanOfShare):
 
 
 class FrozenOnOneRank(MeanOfShare):
-    def synchronise(self, model):
-        super().synchronise(model)
+    def synchronize(self, model):
+        super().synchronize(model)
         if self.rank == 1:
             model[0].weight.grad = None
 
@@ -292,7 +292,7 @@ class Tokens(Loop):
     def batch(self, step):
         return torch.arange(2 * SAMPLES).view(SAMPLES, 2) * step % 9, torch.arange(SAMPLES) % 3
 
-    def synchronise(self, model):
+    def synchronize(self, model):
         torch.rand(1)
 
 

@@ -93,11 +93,11 @@ class TwoHeads(nn.Linear):
 
 LOADER = DataLoader(TensorDataset(INPUTS, TARGETS))
 WEIGHTS = torch.tensor([1.0, 5.0, 0.1])
-PENALISED = net()
+PENALIZED = net()
 
 
 def with_penalty(outputs, targets):
-    return cross_entropy(outputs, targets) + PENALISED[0].weight.square().sum()
+    return cross_entropy(outputs, targets) + PENALIZED[0].weight.square().sum()
 
 
 def by_confidence(outputs, targets):
@@ -112,7 +112,7 @@ REFUSED = {
     "uses args.*Own.* cannot be pickled .*Create": {"dataset": Points(lock=threading.Lock())},
     r"do not take torch.float32 inputs \[4, 6\] and": {"model": net(inputs=5)},
     "return the pair": {"loss": lambda x, y: cross_entropy(x, y, reduction="sum")},
-    "depends on parameters, not only on outputs": {"model": PENALISED, "loss": with_penalty},
+    "depends on parameters, not only on outputs": {"model": PENALIZED, "loss": with_penalty},
     "weight that loss by_confidence .* depends on the outputs": {"loss": by_confidence},
     "no gradient with respect": {"loss": lambda x, y: cross_entropy(x.detach(), y)},
     "so that shares add up": {"loss": lambda x, y: cross_entropy(x, y, weight=WEIGHTS)},

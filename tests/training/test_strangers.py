@@ -14,20 +14,20 @@ from labkit.training.result import largest_difference
 SMALL = {"batch_size": 8, "dtype": "float64", "device": "cpu", "timeout_s": 60}
 
 
-def labelled(inputs):
+def labeled(inputs):
     return inputs, torch.arange(len(inputs)) % 3
 
 
 def make_data():
-    return labelled(torch.randn(32, 8))
+    return labeled(torch.randn(32, 8))
 
 
 def unseeded():
-    return labelled(torch.from_numpy(np.random.default_rng().standard_normal((32, 8))))
+    return labeled(torch.from_numpy(np.random.default_rng().standard_normal((32, 8))))
 
 
 def tokens():
-    return labelled(torch.randint(0, 20, (32, 4)))
+    return labeled(torch.randint(0, 20, (32, 4)))
 
 
 class Bag(nn.Module):

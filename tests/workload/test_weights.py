@@ -53,7 +53,7 @@ def test_torchvision_s_parameters_find_their_layers(name, old, path):
     note = load_weights(model, path, name)
     mine, expected = list(counted(model.state_dict()).values()), counted(state)
     if name == "vgg16":
-        assert note == "not in this shape in weights.pt, so as initialised: 33.weight, 33.bias"
+        assert note == "not in this shape in weights.pt, so as initialized: 33.weight, 33.bias"
         mine = mine[:-2]
         expected = {key: value for key, value in expected.items() if key.startswith("features")}
     else:

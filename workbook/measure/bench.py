@@ -27,7 +27,7 @@ WORLD_SIZES = (2, 4)
 SIZES_BYTES = (2**10, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 REPEATS = 30
 _TIMEOUT_S = 1800
-_MODELLED = ("naive", "tree", "ring")
+_MODELED = ("naive", "tree", "ring")
 _REFERENCES = ("gloo", "MPI", "DeepSpeed", "NCCL")
 # The first two are those whose crossing is drawn; more curves than these hide each other.
 _DRAWN = ("tree", "ring", "fast", *_REFERENCES)
@@ -62,7 +62,7 @@ class Result:
                         ratio = Spread.of(ratios(seconds_by_name[other], repeats_s))
                         ratio_to[other] = asdict(ratio)
                 model_s = None
-                if name in _MODELLED:
+                if name in _MODELED:
                     model_s = self.model_s(name, size)
                 rows.append(
                     {

@@ -79,7 +79,7 @@ def bars(
 
 
 def _styles(names: Mapping[str, object]) -> dict[str, Style]:
-    """The look of each series: a prediction has the colour of the series that it predicts."""
+    """The look of each series: a prediction has the color of the series that it predicts."""
     looks = dict(zip(dict.fromkeys(map(_base, names)), itertools.cycle(SERIES)))
     styles = {}
     for name in names:

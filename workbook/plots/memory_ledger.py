@@ -79,7 +79,7 @@ def memory_ledger(
     axes.margins(y=0.12)
     kinds = _kinds_of([ledger for *_, ledger in bars])
     add_legend(figure, [swatch(_name(kind), LEDGER[kind], not held) for kind in kinds])
-    caption = joined(f"Predicted, one rank: {'; '.join(totals)}.", ratio_words(ratios, "hatched"))
+    caption = joined(f"Predicted per rank: {'; '.join(totals)}.", ratio_words(ratios, "hatched"))
     return CaptionedFigure(figure, alt=f"Stacked bars. {'; '.join(parts)}.", caption=caption)
 
 

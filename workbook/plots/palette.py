@@ -1,9 +1,9 @@
-"""The look of each meaning in all figures: a colour of the Okabe-Ito palette and a hatch.
+"""The look of each meaning in all figures: a color of the Okabe-Ito palette and a hatch.
 
-Because of the hatch, no figure depends on colour alone. Cool colours are for work on a rank
-(compute, update, data, evaluate), warm ones for communication and its phases, grey for waiting;
-backward is a darker green than forward. A measurement is filled with its colour; a prediction is
-pale, hatched and labelled "predicted".
+Because of the hatch, no figure depends on color alone. Cool colors are for work on a rank
+(compute, update, data, evaluate), warm ones for communication and its phases, gray for waiting;
+backward is a darker green than forward. A measurement is filled with its color; a prediction is
+pale, hatched and labeled "predicted".
 """
 
 import itertools
@@ -23,7 +23,7 @@ ORANGE = "#E69F00"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 DARK = "#1A1A1A"
-GREY = "#BFBFBF"
+GRAY = "#BFBFBF"
 GRID = "#D9D9D9"
 
 _MODEL_HATCH = "////"
@@ -31,7 +31,7 @@ _MODEL_HATCH = "////"
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one meaning: its colour, its hatch, and the hatch's colour (``ink``)."""
+    """The look of one meaning: its color, its hatch, and the hatch's color (``ink``)."""
 
     color: str
     hatch: str = ""
@@ -80,9 +80,9 @@ STYLES = {
     "checkpoint": Style(BLUE),
     "down": Style(DARK),
     "recover": Style(PURPLE, "xx"),
-    "wait": Style(GREY, "..", "#595959"),
+    "wait": Style(GRAY, "..", "#595959"),
     # Time outside all spans: Python between the spans.
-    "other": Style("#F2F2F2", "//", GREY),
+    "other": Style("#F2F2F2", "//", GRAY),
 }
 # For communication phases without a row above, in the order of their names.
 _SPARE = (
@@ -114,13 +114,13 @@ def styles_of(kinds: Iterable[str]) -> dict[str, Style]:
 
 
 def tint(color: str, strength: float) -> str:
-    """Mix ``color`` with white: strength 1 is the colour itself, 0 is white."""
+    """Mix ``color`` with white: strength 1 is the color itself, 0 is white."""
     red, green, blue = (1 - strength * (1 - part) for part in to_rgb(color))
     return to_hex((red, green, blue))
 
 
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
-    """A legend entry for bars of this style; with ``model``, for predictions, and labelled so."""
+    """A legend entry for bars of this style; with ``model``, for predictions, and labeled so."""
     if model:
         return Patch(label=f"{label} (predicted)", **style.model.fill)
     return Patch(label=label, **style.fill)

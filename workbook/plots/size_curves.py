@@ -47,7 +47,7 @@ def size_curves(
         measured: ``{name: {size in bytes: seconds}}``, seconds as a number or as the list of its
             repeats (the point is their median, the band runs from the smallest to the largest).
         model: ``{name: {size in bytes: predicted seconds}}``; a name that is also in ``measured``
-            keeps its colour.
+            keeps its color.
         crossover: the size in bytes at which the first two of ``measured`` cross according to a
             model (infinite if they never do). Their measured crossovers are drawn beside it.
     """
@@ -207,7 +207,7 @@ def crossings(first: Points, second: Points) -> list[float]:
         first, second: ``{size in bytes: seconds, or the list of their repeats}``.
 
     Returns:
-        One size per crossing, from a straight line through the medians of neighbouring sizes on
+        One size per crossing, from a straight line through the medians of neighboring sizes on
         logarithmic axes. Noise can cross two curves more than once.
     """
     second = _repeats(second)

@@ -33,7 +33,7 @@ from workbook.plots.palette import STYLES, styles_of, swatch
 # With more lanes, a lane is too low for a second line, and each rank's numbers are too many words.
 _MOST_LANES = 8
 # Kinds of span with a smaller share of the time are hardly to be seen in a timeline: there they
-# have one colour and one entry in the legend.
+# have one color and one entry in the legend.
 _LEAST_SHARE = 0.03
 # Kinds without an entry, if none of their bars is as wide as this share of the figure.
 _BESIDE = ("update", "data")

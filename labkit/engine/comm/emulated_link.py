@@ -9,7 +9,7 @@ of its message asleep, so the cores are free for other threads.
 With ``ranks_per_host`` the ranks stand on emulated hosts. Messages inside a host are as fast as
 they are, and all ranks of a host share one card: there only bytes queue up, and latencies overlap.
 
-Not modelled: buffers, packets, switches, losses, barriers. The real transfer still takes place,
+Not modeled: buffers, packets, switches, losses, barriers. The real transfer still takes place,
 and its time is added.
 """
 

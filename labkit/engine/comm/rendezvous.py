@@ -126,18 +126,18 @@ def separate_comm(
     cpu = torch.device("cpu")
     store = dist.PrefixStore(f"labkit/{purpose}", store)
     hosts, _ = find_hosts(store, rank, size)
-    neighbours = hosts[host_of(rank, hosts)]
-    arena = map_arena(store, rank, size, neighbours)
+    neighbors = hosts[host_of(rank, hosts)]
+    arena = map_arena(store, rank, size, neighbors)
     board = near = None
     if arena is not None:
         board = arena.board
         near = SharedTransport(arena, rank, timeout.total_seconds())
-    if near is not None and len(neighbours) == size:
+    if near is not None and len(neighbors) == size:
         transport: Transport = near
     else:
         stay_on_loopback()
         far = TorchTransport("gloo", cpu, dist.ProcessGroupGloo(store, rank, size, timeout))
-        transport = far if near is None else HostsTransport(near, far, neighbours)
+        transport = far if near is None else HostsTransport(near, far, neighbors)
     comm = Comm(rank, size, cpu, transport, board, keep_spans=_KEPT_SPANS, hosts=hosts)
     return over_link(comm, ranks)
 
@@ -145,16 +145,16 @@ def separate_comm(
 class HostsTransport(Transport):
     """Point-to-point through the memory of this host, or over a process group of all ranks.
 
-    ``near`` reaches the ``neighbours``, the ranks of this host, and ``far`` all others.
+    ``near`` reaches the ``neighbors``, the ranks of this host, and ``far`` all others.
     """
 
-    def __init__(self, near: SharedTransport, far: TorchTransport, neighbours: Sequence[int]):
+    def __init__(self, near: SharedTransport, far: TorchTransport, neighbors: Sequence[int]):
         self.near, self.far = near, far
-        self.neighbours = frozenset(neighbours)
+        self.neighbors = frozenset(neighbors)
         self.sent = near.sent = far.sent
 
     def to(self, peer: int) -> Transport:
-        return self.near if peer in self.neighbours else self.far
+        return self.near if peer in self.neighbors else self.far
 
     def send(self, tensor: Tensor, dst: int) -> None:
         self.to(dst).send(tensor, dst)
@@ -175,7 +175,7 @@ class HostsTransport(Transport):
 
     @contextmanager
     def exchanging(self, send: Tensor, dst: int, recv: Tensor, src: int) -> Iterator[None]:
-        if dst not in self.neighbours and src not in self.neighbours:
+        if dst not in self.neighbors and src not in self.neighbors:
             with self.far.exchanging(send, dst, recv, src):
                 yield
         else:

@@ -71,7 +71,7 @@ class Arena:
                     initial = 1  # the lock of an emulated card
                 elif number % len(_KINDS) == _KINDS.index("free"):
                     initial = NUM_SLOTS
-                self._semaphore(number).initialise(initial)
+                self._semaphore(number).initialize(initial)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # multiprocessing passes an open file to a new process as a duplicated descriptor.
@@ -234,7 +234,7 @@ class Semaphore:
     def __init__(self, address: int):
         self._address = ctypes.c_void_p(address)
 
-    def initialise(self, value: int) -> None:
+    def initialize(self, value: int) -> None:
         shared_between_processes = 1
         failed = _LIBC.sem_init(self._address, shared_between_processes, value)
         assert not failed

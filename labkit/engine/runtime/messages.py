@@ -130,7 +130,7 @@ def dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def dump_value(value: Any) -> bytes:
-    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialise CUDA."""
+    """Pickle a rank's result, with tensors on the CPU: the launcher must never initialize CUDA."""
     try:
         return dumps(value, _ResultPickler)
     except MemoryError:

@@ -14,7 +14,7 @@ _PID = os.getpid()
 os.setpgid(0, 0)
 # OpenMP's threads spin while they wait, which takes the cores from other ranks.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A module that asks for GPUs when it is imported must not initialise CUDA, which no fork could
+# A module that asks for GPUs when it is imported must not initialize CUDA, which no fork could
 # use afterwards: with this variable PyTorch asks NVML, the driver's monitor.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # Imported modules are no garbage; to look for some takes a fifth of the time of the imports.

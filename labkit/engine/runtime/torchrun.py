@@ -141,9 +141,9 @@ class Opened:
         atexit.register(at_end)
         self.comm = comm
         hosts = comm.session.hosts
-        neighbours = hosts[host_of(comm.rank, hosts)]
-        self.local_rank = neighbours.index(comm.rank)
-        self.local_size = len(neighbours)
+        neighbors = hosts[host_of(comm.rank, hosts)]
+        self.local_rank = neighbors.index(comm.rank)
+        self.local_size = len(neighbors)
         self._watch = watch
         self._pid = os.getpid()
         self._print_error = sys.excepthook

@@ -262,18 +262,18 @@ def connect(
             keep_alive(group_connections)
     group_store = dist.distributed_c10d._get_default_store()
     hosts, host_names[:] = find_hosts(group_store, rank, world_size)
-    neighbours = hosts[host_of(rank, hosts)]
+    neighbors = hosts[host_of(rank, hosts)]
     if arena is None:
-        arena = map_arena(group_store, rank, world_size, neighbours)
+        arena = map_arena(group_store, rank, world_size, neighbors)
     plug_in(link, rank, arena if len(hosts) == 1 else None)
     between_hosts = TorchTransport(plan.backend, device)
     transport: Transport = between_hosts
     if arena and plan.transport == "shared":
         on_host = SharedTransport(arena, rank, timeout_s + PATIENCE_S)
-        if len(neighbours) == world_size:
+        if len(neighbors) == world_size:
             transport = on_host
-        elif len(neighbours) > 1:
-            transport = HostsTransport(on_host, between_hosts, neighbours)
+        elif len(neighbors) > 1:
+            transport = HostsTransport(on_host, between_hosts, neighbors)
     board = arena.board if arena else None
     comm = over_link(Comm(rank, world_size, device, transport, board, hosts=hosts))
     _latest[:] = [comm]

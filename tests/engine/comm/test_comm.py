@@ -172,7 +172,7 @@ def test_some_ranks_are_numbered_anew_and_messages_go_to_the_right_ones():
 
 
 def beside(comm):
-    """Exchange across while summing with a neighbour; the spans must not overlap in their lane."""
+    """Exchange across while summing with a neighbor; the spans must not overlap in their lane."""
     across, next_to = (comm.rank + 2) % 4, comm.rank ^ 1
     out, back = torch.full((1000,), float(comm.rank)), torch.empty(1000)
     near = SubComm(comm, sorted((comm.rank, next_to)))

@@ -509,7 +509,7 @@ def test_18_kernel_killed(end, case):
     kernel.close()
 
 
-def neighbour(comm, offset):
+def neighbor(comm, offset):
     mine, theirs = torch.tensor([comm.rank + offset + 0.0]), torch.empty(1)
     comm.exchange(mine, 1 - comm.rank, theirs, 1 - comm.rank)
     return theirs.item()
@@ -518,13 +518,13 @@ def neighbour(comm, offset):
 def test_19_threads(case):
     """From a widget's callback or a thread, two at once: works."""
     with ThreadPoolExecutor(2) as pool, case.timed():
-        found = list(pool.map(lambda offset: run(neighbour, offset, world_size=2), (10, 20)))
+        found = list(pool.map(lambda offset: run(neighbor, offset, world_size=2), (10, 20)))
     assert [result.values for result in found] == [[11, 10], [21, 20]]
     _of_the_course("workbook.widgets")
     import ipywidgets
 
     button = ipywidgets.Button()
-    button.on_click(lambda _: found.append(run(neighbour, 30, world_size=2)))
+    button.on_click(lambda _: found.append(run(neighbor, 30, world_size=2)))
     button.click()
     button.close()
     assert found[-1].values == [31, 30]
@@ -646,7 +646,7 @@ ON_A_GPU = {
         r"times are not those of more GPUs.*\n\['cuda:0', 'cuda:0'\]",
     ),
     # Never a fork after CUDA; before its function begins, labkit sets a rank's GPU.
-    "23 CUDA is initialised": (
+    "23 CUDA is initialized": (
         """
         def fresh(comm):
             began = torch.cuda.is_initialized()
