@@ -1,6 +1,6 @@
 """Name the mistake behind wrong values: the page's solution with that mistake makes the same ones.
 
-``mistakes`` changes one place of the solution at a time. To try a hundred of them takes a second,
+``mistakes`` makes one change of the solution at a time. To try a hundred of them takes a second,
 since the ranks are threads of one process.
 """
 
@@ -33,7 +33,7 @@ from workbook.notebook.pages import page_files
 _COMPUTING_S = 4.0
 _TIMEOUT_S = 10.0
 _MESSAGE_S = 0.3
-_MOST_TURNS = 1_000
+_MOST_TURNS = 200
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
 _MOST_PHRASES = (2, 2, 1)
 # Fewer answers of a few kinds, such as True and False, may be alike by chance.
