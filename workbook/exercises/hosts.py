@@ -139,11 +139,7 @@ def _gradient_of(rank: int, case: Case) -> Callable[[Tensor, int], Tensor]:
 
 
 def _trained(
-    case: Case,
-    rank: int,
-    at_end: bool = True,
-    interval: int = 0,
-    first_step: int = 1,
+    case: Case, rank: int, at_end: bool = True, interval: int = 0, first_step: int = 1
 ) -> Tensor:
     """The rank's weights at the end, of all ranks' updates one after the other.
 

@@ -1,6 +1,6 @@
 """Name the mistake behind wrong values: the page's solution with that mistake makes the same ones.
 
-``mistakes`` changes one place of the solution at a time. To try a hundred of them takes a second,
+``mistakes`` makes one change of the solution at a time. To try a hundred of them takes a second,
 since the ranks are threads of one process.
 """
 
@@ -33,7 +33,7 @@ from workbook.notebook.pages import page_files
 _COMPUTING_S = 4.0
 _TIMEOUT_S = 10.0
 _MESSAGE_S = 0.3
-_MOST_TURNS = 1_000
+_MOST_TURNS = 500
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
 _MOST_PHRASES = (2, 2, 1)
 # Fewer answers of a few kinds, such as True and False, may be alike by chance.
@@ -112,11 +112,13 @@ def _fitting(
             return []
         if phrase in fitting[level]:
             continue
-        turns = iter(range(1, _MOST_TURNS))
-        changed = names | {"_count_turn": lambda turns=turns: next(turns)}
+        changed = dict(names)
         exec(code, changed)
-        played = (_played(changed[name], exercise, case) for case, _ in calls)
-        if all(agree(ours, value, (), _ROUNDINGS) for ours, (_, value) in zip(played, calls)):
+        for case, of_case in calls:
+            changed["_count_turn"] = iter(range(1, _MOST_TURNS)).__next__
+            if not agree(_played(changed[name], exercise, case), of_case, (), _ROUNDINGS):
+                break
+        else:
             fitting[level].append(phrase)
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:

@@ -1,4 +1,4 @@
-"""The mistakes that learners make, as changes of one place in a solution's source.
+"""The mistakes that learners make, as changes of a solution's source: of one place, or all alike.
 
 Each has a phrase, such as "with one step more", which does not show the line that is changed.
 """
