@@ -137,7 +137,7 @@ def test_nothing_named_is_no_attempt_and_a_part_of_the_answer_no_solution(case):
     found = judge(cause=made.answer["cause"])
     assert found.status == NOT_YET
     assert "right so far: cause." in found.notes[0]
-    assert "name " in judge(colour="red").notes[0]
+    assert "name " in judge(color="red").notes[0]
 
 
 def test_each_of_five_other_causes_is_refused_with_what_the_run_says_against_it(case):

@@ -48,7 +48,7 @@ def _parts(case: Case) -> dict[str, Tensor]:
 
 
 def _target(step: int, rank: int, case: Case) -> Target:
-    """One message to stage rank + ``step``, if it exists; one call of comm per neighbour."""
+    """One message to stage rank + ``step``, if it exists; one call of comm per neighbor."""
     peer = rank + step
     calls = (rank > 0) + (rank < case.world_size - 1)
     if not 0 <= peer < case.world_size:

@@ -32,7 +32,7 @@ def _one_replica(rule: Callable, dp: int, pp: int, tp: int) -> dict[str, Any]:
     *((2, 2, 2), (2, 1, 2), (1, 2, 3), (3, 2, 1), (1, 1, 1), (4, 2, 8)),
     more=_more_meshes,
     mistakes={
-        "tensor is innermost: its ranks are neighbours, those of data are furthest apart": (
+        "tensor is innermost: its ranks are neighbors, those of data are furthest apart": (
             _data_innermost
         ),
         "stages are outside tensor: a step along a stage is T ranks": _stages_innermost,
@@ -60,8 +60,8 @@ def groups(dp: int, pp: int, tp: int) -> dict[str, list[list[int]]]:
 def _in_a_circle(rule: Callable, rank: int, dp: int, pp: int, tp: int) -> tuple:
     gradients, activations, _ = rule(rank, dp, pp, tp)
     replica = rank - rank % (pp * tp)
-    neighbours = {replica + (rank - replica + step) % (pp * tp) for step in (-tp, tp)}
-    return gradients, activations, sorted(neighbours - {rank})
+    neighbors = {replica + (rank - replica + step) % (pp * tp) for step in (-tp, tp)}
+    return gradients, activations, sorted(neighbors - {rank})
 
 
 def _more_ranks(random: Random) -> list[tuple]:
@@ -106,12 +106,12 @@ def partners(rank: int, dp: int, pp: int, tp: int) -> tuple[list[int], list[int]
     replica = pp * tp
     gradients = list(range(rank % replica, dp * replica, replica))
     first = rank - rank % tp
-    neighbours = []
+    neighbors = []
     if stage > 0:
-        neighbours.append(rank - tp)
+        neighbors.append(rank - tp)
     if stage < pp - 1:
-        neighbours.append(rank + tp)
-    return gradients, list(range(first, first + tp)), neighbours
+        neighbors.append(rank + tp)
+    return gradients, list(range(first, first + tp)), neighbors
 
 
 # bytes of parameters, S ranks that shard, R replicas of them

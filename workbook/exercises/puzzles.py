@@ -157,7 +157,7 @@ def _to_all_others(rank: int, case: Case) -> Target:
     return Target(num_bytes=4 * case.size * (case.world_size - 1))
 
 
-def _left_neighbours(rank: int, case: Case) -> Tensor:
+def _left_neighbors(rank: int, case: Case) -> Tensor:
     return case.tensor((rank - 1) % case.world_size)
 
 
@@ -185,7 +185,7 @@ def _no_exchange(case: Case, ranks: Ranks) -> Found:
 # Every rank is in two messages, and an odd ring cannot pair all of its ranks at once.
 pass_on = _in_rounds(
     "puzzles.pass_on",
-    _left_neighbours,
+    _left_neighbors,
     drawn_size=0,
     rule=_no_exchange,
     goal=lambda case: 2 + case.world_size % 2,
@@ -207,7 +207,7 @@ def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
 # By 8 messages, with a spare tensor of an eighth.
 pass_in_place = _puzzle(
     "puzzles.pass_in_place",
-    lambda rank, case: [_left_neighbours(rank, case), None],
+    lambda rank, case: [_left_neighbors(rank, case), None],
     call=_with_held_bytes,
     target=lambda rank, case: Target(messages=MESSAGES),
     sizes=(320_003, 10),
@@ -342,7 +342,7 @@ all_to_all = _in_rounds(
 
 def _forward(layer: int, x: Tensor) -> Tensor:
     output = (x + layer).sin_().mul_(0.1)
-    # Of the neighbour: layers of single numbers could go backward in any order.
+    # Of the neighbor: layers of single numbers could go backward in any order.
     output[1:] += x[:-1]
     output[:1] += x[-1:]
     return output

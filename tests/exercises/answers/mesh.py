@@ -70,7 +70,7 @@ def exchanged(rank, dp, pp, tp):
     return activations, gradients, beside
 
 
-def one_neighbour(rank, dp, pp, tp):
+def one_neighbor(rank, dp, pp, tp):
     *sums, beside = from_groups(rank, dp, pp, tp)
     return *sums, beside[-1:]
 
@@ -86,7 +86,7 @@ ANSWERS = [
     Answers(
         check.mesh.partners,
         [from_groups],
-        [all_stages, exchanged, one_neighbour, descending],
+        [all_stages, exchanged, one_neighbor, descending],
     ),
     Answers(
         check.mesh.hybrid_bytes,

@@ -3,7 +3,7 @@
 import torch
 from graded import Answers, ends
 
-from answers.ring import neighbours
+from answers.ring import neighbors
 from labkit import collectives
 from labkit.costs.link import fit_link
 from workbook import check
@@ -42,7 +42,7 @@ def everyone_but_0_is_rank_1(comm, mine):
 
 
 def in_place(comm, mine, passed_on=lambda own, total: total):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     own = mine.clone()
     if comm.rank:
         mine += comm.recv(torch.empty_like(mine), left)
@@ -60,7 +60,7 @@ def never_comes_home(comm, mine):
 
 
 def all_receive_first(comm, mine):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     mine += comm.recv(torch.empty_like(mine), left)
     comm.send(mine, right)
     return mine

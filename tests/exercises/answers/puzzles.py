@@ -11,7 +11,7 @@ from labkit import collectives
 from workbook import check
 
 
-def neighbours(comm):
+def neighbors(comm):
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
 
@@ -39,7 +39,7 @@ def sends_all(comm, tensor):
 
 def last_rank_last(comm, tensor):
     """Even ranks send first, but the last one receives first."""
-    (right, left), incoming = neighbours(comm), torch.empty_like(tensor)
+    (right, left), incoming = neighbors(comm), torch.empty_like(tensor)
     if comm.rank % 2 == 0 and comm.rank < comm.world_size - 1:
         comm.send(tensor, right)
         comm.recv(incoming, left)
@@ -50,7 +50,7 @@ def last_rank_last(comm, tensor):
 
 
 def rank_0_first(comm, tensor):
-    (right, left), incoming = neighbours(comm), torch.empty_like(tensor)
+    (right, left), incoming = neighbors(comm), torch.empty_like(tensor)
     if comm.rank == 0:
         comm.send(tensor, right)
     comm.recv(incoming, left)
@@ -60,12 +60,12 @@ def rank_0_first(comm, tensor):
 
 
 def by_exchange(comm, tensor):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     return comm.exchange(tensor, right, torch.empty_like(tensor), left)
 
 
 def all_send_first(comm, tensor):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     comm.send(tensor, right)
     return comm.recv(torch.empty_like(tensor), left)
 
@@ -74,7 +74,7 @@ def all_send_first(comm, tensor):
 
 
 def recursively(comm, tensor, left_over=8):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     part, rest = tensor.tensor_split([math.ceil(len(tensor) / left_over)])
     part.copy_(comm.exchange(part, right, torch.empty_like(part), left))
     if len(rest):
@@ -90,7 +90,7 @@ def in_a_spare_tensor(comm, tensor):
 
 
 def hides_it_in_numpy(comm, tensor):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     spare = torch.from_numpy(np.empty(len(tensor), dtype=np.float32))
     tensor.copy_(comm.exchange(tensor, right, spare, left))
 

@@ -10,7 +10,7 @@ from labkit import collectives
 from workbook import check
 
 
-def neighbours(comm):
+def neighbors(comm):
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
 
@@ -39,7 +39,7 @@ def all_to_all(comm, tensor):
 
 def passes_chunks(comm, chunks, put, first=0, more=-1):
     """Send chunks around in P + ``more`` steps, from chunk ``rank + first`` on."""
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     for step in range(comm.world_size + more):
         chunk = (comm.rank + first - step) % comm.world_size
         target = (chunk - 1) % comm.world_size
@@ -54,7 +54,7 @@ copies = partial(passes_chunks, put=torch.Tensor.copy_, first=1)
 
 def one_after_another(comm, chunks):
     """Right values, in a queue: all but rank 0 receive before they send."""
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     for step in range(comm.world_size - 1):
         chunk, target = ((comm.rank - step - k) % comm.world_size for k in (0, 1))
         incoming = torch.empty_like(chunks[target])
@@ -67,7 +67,7 @@ def one_after_another(comm, chunks):
 
 
 def copies_the_whole_tensor(comm, chunks):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     whole = torch.cat(chunks)
     sizes = [len(chunk) for chunk in chunks]
     for step in range(comm.world_size - 1):
@@ -107,7 +107,7 @@ def in_two_rows(comm, gradient, num_samples, weights=lambda n: n):
 
 
 def rotates_in_numpy(comm, tensor, more=-1, passes_the_sum=False):
-    right, left = neighbours(comm)
+    right, left = neighbors(comm)
     total, passing = tensor.numpy(), tensor.numpy().copy()
     for _ in range(comm.world_size + more):
         incoming = np.zeros_like(passing)

@@ -24,7 +24,7 @@ from workbook.exercises.grader.compare import (
 )
 from workbook.exercises.grader.exercise import Case, Exercise, Outcome, Problem, Tried, Wrong
 
-# Values that were rounded to bfloat16 after every addition are still recognised.
+# Values that were rounded to bfloat16 after every addition are still recognized.
 _ROUNDED = 1e-2
 # More parts, or larger factors, explain nothing.
 _MOST_PARTS = 8

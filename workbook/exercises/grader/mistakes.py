@@ -64,7 +64,7 @@ _RULES = (
     ("a += b", "a = a + b", "that does not change {a}"),
     ("a += b", "pass", "that does not change {a}"),
     ("a -= b", "a += b", "that adds where it should subtract"),
-    ("right, left = a, b", "left, right = a, b", "with the neighbours exchanged"),
+    ("right, left = a, b", "left, right = a, b", "with the neighbors exchanged"),
     ("dst, src = a, b", "src, dst = a, b", "with sender and receiver exchanged"),
     ("return a, b", "return b, a", "that returns its results in another order"),
     ("return a", "return [*a[comm.rank :], *a[: comm.rank]]", "that begins with the rank's own"),

@@ -11,7 +11,7 @@ from labkit.units import html_table, text_table
 from workbook.notebook.record import note_verdict
 
 PASSED, NOT_YET, NOT_ATTEMPTED = "passed", "not yet", "not attempted yet"
-_COLOURS = {PASSED: "#2da44e", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
+_COLORS = {PASSED: "#2da44e", NOT_YET: "#d1242f", NOT_ATTEMPTED: "#6e7781"}
 # JupyterLab would break lines in the middle of a word.
 _WRAPPED = "white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere"
 # Longer stories are folded.
@@ -75,7 +75,7 @@ class Verdict:
             body += html_table(["", *self.columns], table)
         for sentence in sentences:
             body += f"<p>{html.escape(sentence)}</p>"
-        style = f"border-left: 6px solid {_COLOURS[self.status]}; padding: 0 1em"
+        style = f"border-left: 6px solid {_COLORS[self.status]}; padding: 0 1em"
         return f'<div style="{style}">{body}</div>'
 
     def _ipython_display_(self) -> None:

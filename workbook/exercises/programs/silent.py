@@ -1,4 +1,4 @@
-"""Four jobs of page 15 that end without an error, and have learnt something else than one device.
+"""Four jobs of page 15 that end without an error, and have learned something else than one device.
 
 On which rank, in which layer and at which line each is at fault is in its data.
 Symbols: P ranks, M micro-batches, B sequences or samples of one, T positions, D features.
