@@ -31,13 +31,19 @@ class TestTimeline:
         assert legend_of(figure) == ["compute", "communicate", "wait"]
 
     def test_kinds_that_are_hardly_seen_share_one_entry(self):
-        kinds = {"update": 1, "compute": 60, "data": 2, "wait": 39}
+        kinds = {"update": 2, "compute": 60, "data": 2, "wait": 39}
         spans = [Span(0, kind, 0.0, seconds) for kind, seconds in kinds.items()]
         figure = plots.timeline(of_ranks(*spans))
         assert legend_of(figure) == ["compute", "wait", "other: update, data"]
-        # Where no bar of them is a hundredth as wide as the figure, they have none.
+        # Where they take less than a 33rd of every rank's time, they have none.
         figure = plots.timeline(of_ranks(*spans, Span(1, "compute", 0.0, 300)))
         assert legend_of(figure) == ["compute", "wait"]
+
+    def test_a_server_s_many_short_updates_have_an_entry(self):
+        updates = [Span(0, "update", second, second + 0.2) for second in range(40)]
+        workers = [Span(rank, "compute", 0.0, 40.0) for rank in range(1, 5)]
+        figure = plots.timeline(of_ranks(*updates, *workers))
+        assert legend_of(figure) == ["compute", "update"]
 
     def test_the_caption_is_what_explain_says_of_the_time_that_is_drawn(self):
         spans = [replace(s, start_s=s.start_s + 0.005, end_s=s.end_s + 0.005) for s in SPANS]

@@ -35,9 +35,8 @@ _MOST_LANES = 8
 # Kinds of span with a smaller share of the time are hardly to be seen in a timeline: there they
 # have one color and one entry in the legend.
 _LEAST_SHARE = 0.03
-# Kinds without an entry, if none of their bars is as wide as this share of the figure.
+# Kinds without an entry, if they take a smaller share than that of every rank's time.
 _BESIDE = ("update", "data")
-_LEAST_WIDTH = 0.01
 # Behind a text on a bar.
 BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
 
@@ -265,11 +264,16 @@ def draw_spans(
 def _labels_of(spans: list[Span], extent_s: float) -> dict[str, str]:
     """The legend's label of each kind: its name, or that of all kinds that are hardly seen."""
     seconds: dict[str, float] = defaultdict(float)
+    seconds_of_rank: dict[tuple[str, int], float] = defaultdict(float)
     for span in spans:
         seconds[span.kind] += span.duration_s
+        seconds_of_rank[span.kind, span.rank] += span.duration_s
     labels = {kind: kind for kind in seconds}
-    wide = {span.kind for span in spans if span.duration_s >= _LEAST_WIDTH * extent_s}
-    for kind in seconds.keys() & set(_BESIDE) - wide:
+    seen = set()
+    for (kind, _), rank_s in seconds_of_rank.items():
+        if rank_s >= _LEAST_SHARE * extent_s:
+            seen.add(kind)
+    for kind in seconds.keys() & set(_BESIDE) - seen:
         labels[kind] = ""
     least_s = _LEAST_SHARE * sum(seconds.values())
     brief = [kind for kind in styles_of(seconds) if labels[kind] and seconds[kind] < least_s]
