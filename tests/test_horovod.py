@@ -210,7 +210,8 @@ def optimizer_rules():
     optimizer.step()
     # That pass has changed gradients while they were reduced.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+    assert model.weight.grad.count_nonzero() == 0
     backward()
     optimizer.synchronize()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)

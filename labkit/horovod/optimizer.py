@@ -123,14 +123,14 @@ class Gradients:
         finally:
             self.synchronizes = True
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **options: Any) -> None:
         """Clear the gradients, unless they are on their way."""
         if self.under_way:
             raise AssertionError(
                 "zero_grad() after backward() and before step() or synchronize() loses the "
                 "gradients that are being reduced: call it before backward(), or after step()"
             )
-        self.clear_gradients(set_to_none)
+        self.clear_gradients(*args, **options)
 
     def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         if any(map(callable, [*args[1:], *options.values()])):

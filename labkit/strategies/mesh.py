@@ -122,6 +122,7 @@ class Mesh(Pipeline):
 
     def check_ranks(self, world_size: int) -> None:
         check_sides(self.dp, self.pp, self.tp, world_size)
+        super().check_ranks(self.pp)
 
     def check_model(self, model: nn.Module, loss: Loss, world_size: int) -> None:
         if self.tp > 1:

@@ -67,9 +67,11 @@ def try_out(
             returned = None
             with torch.enable_grad():
                 if loss.classes is None:
-                    returned = loss.loss(outputs, targets)
+                    returned = loss.loss(outputs.detach().clone(), targets)
                     _check_kind(returned, len(targets))
-                total, weight = loss(outputs.clone().requires_grad_(), targets)
+                # No leaf, which a loss may not change in place.
+                part = outputs.detach().requires_grad_().clone()
+                total, weight = loss(part, targets)
         except Exception as error:
             raise _misfit(name, inputs, targets, error) from error
         _check_gradients(name, returned, total, weight)
@@ -218,7 +220,8 @@ def _check_gradients(name: str, returned: Any, total: Tensor, weight: Tensor | f
         raise ValueError(
             f"loss {name} depends on parameters, not only on outputs and targets. It would read "
             "a copy of them, which no step changes: use weight_decay for a penalty on parameters, "
-            "or let the model return what the loss needs"
+            "let the model return what the loss needs, or, if they are constants, call "
+            "requires_grad_(False) on them"
         )
     if isinstance(weight, Tensor) and weight.requires_grad:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from labkit import train_with
@@ -105,6 +105,33 @@ def by_confidence(outputs, targets):
     weights = outputs.softmax(1).amax(1)
     losses = cross_entropy(outputs, targets, reduction="none")
     return (losses * weights).sum(), weights.sum()
+
+
+def clamped(outputs, targets):
+    return mse_loss(outputs.clamp_(-1, 1), targets.float().view(-1, 1).expand_as(outputs))
+
+
+class Mean(nn.Module):
+    """A model whose outputs are a view of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.linspace(0, 1, 3))
+
+    def forward(self, inputs):
+        return self.mean.expand(len(inputs), 3)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"model": net(), "loss": clamped}, {"model": Mean(), "loss": "cross_entropy"}],
+    ids=["loss in place", "outputs are a parameter"],
+)
+def test_what_pytorch_trains_is_not_refused(parts):
+    settings = {"dataset": (INPUTS, TARGETS), "batch_size": 7, **parts}
+    alone = train_with("single", **settings).state
+    together = train_with("ddp", world_size=2, **settings).state
+    assert largest_difference(together, alone) < 1e-5
 
 
 REFUSED = {
