@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 26850,
     "notebooks": 900,
-    "tests": 27580,
+    "tests": 27600,
     "tools": 1720,
     "workbook": 16740,
 }
