@@ -1,6 +1,8 @@
 """Figures of models that have sliders on a page, of rings, bars, and learning curves."""
 
 import itertools
+import math
+from types import SimpleNamespace
 
 import pytest
 from matplotlib.colors import to_hex
@@ -119,6 +121,13 @@ class TestLearningCurves:
         lines = [axes.lines[0].get_xydata().tolist() for axes in grid]
         assert lines[:2] == [[[1, 2], [2, 1]], [[3, 2], [5, 1]]]
         assert lines[2:] == [[[1, 25], [2, 75]], [[3, 25], [5, 75]]]
+
+    def test_runs_without_held_out_samples_have_no_accuracy_in_words(self):
+        epochs = [epoch | {"test_accuracy": math.nan} for epoch in RUN.epochs]
+        run = SimpleNamespace(epochs=epochs, bytes_sent=RUN.bytes_sent)
+        figure = plots.learning_curves({"ring": run, "tree": run})
+        assert "nan" not in f"{figure.alt} {figure.caption}"
+        assert "First to finish" in figure.caption
 
     def test_an_axis_may_be_what_the_busiest_rank_has_sent(self):
         axes = plots.learning_curves({"ring": RUN}, by=("second", "megabyte")).figure.axes[1]

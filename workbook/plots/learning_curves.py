@@ -73,23 +73,24 @@ def _ends(curves: Mapping[str, dict[str, np.ndarray]]) -> tuple[str, str]:
     for label, curve in curves.items():
         loss = curve["loss"][-1]
         epochs = format_count(int(curve["epoch"][-1]), "epoch")
-        accuracies[label] = float(curve["test_accuracy"][-1])
+        accuracy = float(curve["test_accuracy"][-1])
         seconds[label] = float(curve["second"][-1])
-        parts.append(
-            f"{label} ends at loss {loss:.3g} and held-out accuracy {accuracies[label]:.1f}% "
-            f"after {epochs} and {format_seconds(seconds[label])}"
-        )
+        ends = f"loss {loss:.3g}"
+        # The data may have no held-out part, or its targets no classes.
+        if math.isfinite(accuracy):
+            accuracies[label] = accuracy
+            ends += f" and held-out accuracy {accuracy:.1f}%"
+        parts.append(f"{label} ends at {ends} after {epochs} and {format_seconds(seconds[label])}")
     words = f"{'; '.join(parts)}."
     if len(curves) == 1:
         return words, words
     fastest = min(seconds, key=seconds.__getitem__)
-    best_label = max(accuracies, key=lambda label: np.nan_to_num(accuracies[label]))
-    best = f"{accuracies[best_label]:.1f}%"
-    equal = [label for label, accuracy in accuracies.items() if f"{accuracy:.1f}%" == best]
-    return words, (
-        f"Best held-out accuracy at the end: {' and '.join(equal)}, {best}. "
-        f"First to finish: {fastest}, after {format_seconds(seconds[fastest])}."
-    )
+    takeaway = f"First to finish: {fastest}, after {format_seconds(seconds[fastest])}."
+    if accuracies:
+        best = f"{max(accuracies.values()):.1f}%"
+        equal = [label for label, accuracy in accuracies.items() if f"{accuracy:.1f}%" == best]
+        takeaway = f"Best held-out accuracy at the end: {' and '.join(equal)}, {best}. {takeaway}"
+    return words, takeaway
 
 
 def _curve(run: Any) -> dict[str, np.ndarray]:
