@@ -171,7 +171,7 @@ def launch_options(root: Path) -> list[str]:
 
 
 def no_browser_reason() -> str:
-    """Why no browser can be opened from here, or an empty string when one can."""
+    """The reason why no browser can be opened from here, or an empty string when one can."""
     if os.environ.get("SSH_CONNECTION"):
         return "this is an SSH session"
     if any(Path(mark).exists() for mark in CONTAINER_MARKS):

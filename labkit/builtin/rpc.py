@@ -52,7 +52,7 @@ def _push(worker: int, *tensors: Tensor) -> Future[Any]:
 
 
 def call(server: int, worker: int, *tensors: Tensor) -> Any:
-    """On a worker: push to a server; the result is a future of its answer."""
+    """Push a worker's tensors to a server; the result is a future of its answer."""
     on_host = [tensor.cpu() for tensor in tensors]
     return rpc.rpc_async(f"rank{server}", _push, args=(worker, *on_host))
 

@@ -32,7 +32,7 @@ class StepModel:
 
     @property
     def step_s(self) -> float:
-        """From the start of backward until backward and the last bucket have ended."""
+        """Seconds from the start of backward until it and the last bucket have ended."""
         return max([self.backward_s, *(time.end_s for time in self.times)])
 
     @property

@@ -1,4 +1,4 @@
-"""From which size on a block's computing is as long as its communication."""
+"""The sizes from which on a block's computing is as long as its communication."""
 
 import math
 

@@ -138,7 +138,7 @@ def _operations(steps: Sequence[Step], num_ranks: int) -> Iterator[Sequence[Step
 
 
 def _is_addition(step: Step, message: Step) -> bool:
-    """Whether a step is work of the collective to which ``message`` belongs."""
+    """True if a step is work of the collective to which ``message`` belongs."""
     same_collective = step.span.kind == message.span.kind and step.span.call == message.span.call
     return same_collective and not step.is_message
 

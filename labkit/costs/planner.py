@@ -107,13 +107,13 @@ class SplitModel:
 
     @property
     def backward_hop_s(self) -> tuple[float, ...]:
-        """By cut, seconds of the gradients: ``hop_s``, or 0 where no gradient crosses."""
+        """Seconds of the gradients by cut: ``hop_s``, or 0 where no gradient crosses."""
         frozen = min(self.first_trained, len(self.hop_s))
         return (0.0,) * frozen + self.hop_s[frozen:]
 
     @functools.cached_property
     def step_s(self) -> float:
-        """From the start of the first forward to the end of the last backward."""
+        """Seconds from the start of the first forward to the end of the last backward."""
         return max(slot.end_s for slot in self.slots())
 
     @property
@@ -184,7 +184,7 @@ def predict_split(
 
 
 def _held_batches(schedule: str, num_stages: int, micro_batches: int) -> list[float]:
-    """By stage, the batches whose activations it holds at one time."""
+    """Batches whose activations each stage holds at one time."""
     streams = pipeline_streams(schedule, num_stages, micro_batches, stages_per_rank=1)
     return [in_flight(stream) / micro_batches for stream in streams]
 

@@ -1,4 +1,4 @@
-"""What if: a recorded run as it would be over another link, with a straggler, on more ranks.
+"""The what-if: a recorded run as it would be over another link, with a straggler, on more ranks.
 
 The computing is that of the recorded run, the schedule too (``labkit.costs.replay``); messages
 cost what the link's formula says, and waiting follows from both.
@@ -137,7 +137,7 @@ def _network(
 
 
 def _step_starts(trace: Trace) -> list[float]:
-    """When the last rank begins each training step, in seconds: loading its data begins it."""
+    """Seconds at which the last rank begins each training step: loading its data begins it."""
     starts_s = []
     for rank in trace.ranks:
         starts_s.append([span.start_s for span in trace.of(rank, "data", lane=0)])

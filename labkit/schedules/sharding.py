@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
 
 def first_uses(uses: Uses) -> list[list[int]]:
-    """By unit, the flats that no unit before it uses: backward completes their gradients there."""
+    """Flats by unit that no unit before it uses: backward completes their gradients there."""
     used_before = set[int]()
     by_unit = []
     for flats in uses:

@@ -110,7 +110,7 @@ class AsyncParameterServer(OnShares):
             self.work(batches)
 
     def work(self, batches: Iterator[Batch]) -> None:
-        """On a worker: compute a gradient, push it, pull, until the server says to stop."""
+        """Compute a gradient as a worker, push it, pull, until the server says to stop."""
         goes_on = True
         done = 0
         # Integer buffers, such as BatchNorm's counts, do not travel, and end as they began.
@@ -137,7 +137,7 @@ class AsyncParameterServer(OnShares):
             counter.copy_(start)
 
     def weight_of_share(self, samples: int, batch_size: int) -> Tensor:
-        """On a worker: the weight of its losses; divides their gradient by that of the batch.
+        """Return the weight of a worker's losses; divide their gradient by that of the batch.
 
         The batch's weight per sample is taken to be the share's, since nobody waits for others.
         """
@@ -150,7 +150,7 @@ class AsyncParameterServer(OnShares):
         return weight
 
     def push_and_pull(self, report: Tensor) -> Tensor:
-        """On a worker: send the gradient, receive the parameters; returns whether to go on."""
+        """Send a worker's gradient and receive the parameters; returns whether to go on."""
         with self.comm.span("push"):
             self.comm.send(report, 0)
             self.comm.send(self.gradient, 0)
@@ -159,7 +159,7 @@ class AsyncParameterServer(OnShares):
             return self.comm.recv(self.values.new_empty(1), 0)
 
     def serve(self, shares: int, epochs: int) -> Iterator[EpochEnd]:
-        """On the server: apply each push as it arrives, ``epochs`` x ``shares`` in all."""
+        """Apply each push as it arrives at the server, ``epochs`` x ``shares`` in all."""
         start_s = time.perf_counter()
         done = 0
         last = shares * epochs

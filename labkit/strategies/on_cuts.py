@@ -67,7 +67,7 @@ class OnCuts(OnShares):
 
     @property
     def shards(self) -> State:
-        """By name this rank's shards of parameters, and buffers; a tied one has two names.
+        """This rank's shards of parameters, and buffers, by name; a tied one has two names.
 
         They are looked up: a move to a GPU, or a forward, may put a new buffer in place of one.
         """

@@ -104,14 +104,14 @@ class ParameterServer(OnShares):
         return loss
 
     def push(self) -> None:
-        """On a worker: send each server its slice of the gradient."""
+        """Send each server its slice of a worker's gradient."""
         with self.comm.span("push"):
             for server in self.peers:
                 start, end = self.slice_bounds[server]
                 self.comm.send(self.gradient[start:end], server)
 
     def pull(self) -> None:
-        """On a worker: receive each server's new values, straight into the model's parameters."""
+        """Receive each server's new values, straight into the parameters of a worker's model."""
         with self.comm.span("pull"):
             for server in self.peers:
                 start, end = self.slice_bounds[server]
@@ -119,7 +119,7 @@ class ParameterServer(OnShares):
 
     @torch.no_grad()
     def serve(self, factor: Tensor | float | None = None) -> None:
-        """On a server: sum what all workers push, update the slice, send it to all workers."""
+        """Sum what all workers push to a server, update its slice, send it to all workers."""
         with self.comm.span("push"):
             for turn, worker in enumerate(self.peers):
                 if turn == 0:

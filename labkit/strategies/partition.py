@@ -81,9 +81,9 @@ class Partition:
         return range(rank, self.num_stages, self.num_ranks)
 
     def boundary(self, inputs: Tensor, stage: int) -> Tensor:
-        """On the meta device, what enters ``stage`` if ``inputs`` [n, ...] enter the model.
+        """The meta tensor that enters ``stage`` if ``inputs`` [n, ...] enter the model.
 
-        For the stage after the last that is the model's outputs.
+        The stage after the last stands for the model's outputs.
         """
         key = inputs.shape, inputs.dtype
         if key not in self._boundaries:

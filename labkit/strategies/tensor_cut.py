@@ -81,7 +81,7 @@ def reduce_scatter_term(comm: Comm, term: Tensor, dim: int, sizes: Sequence[int]
 
 
 def _by_chunk(shards: list[Tensor]) -> list[Tensor]:
-    """In the ring, rank r owns chunk r + 1, see ``schedules.ring.owned_chunk``."""
+    """Put the ranks' shards in the order of chunks: rank r of a ring owns chunk r + 1."""
     return [shards[-1], *shards[:-1]]
 
 

@@ -339,7 +339,7 @@ def _hops(trace: Trace, source: int, destination: int) -> list[Span]:
 
 
 def _hop_s(traces: list[Trace], source: int, destination: int) -> list[float]:
-    """By step, the seconds of all transfers from one stage to another; empty if there are none."""
+    """Seconds by step of all transfers from one stage to another; empty if there are none."""
     seconds = []
     for trace in traces:
         hops = _hops(trace, source, destination)

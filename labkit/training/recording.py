@@ -256,7 +256,7 @@ class Record:
     notes: list[str]
 
     def parts(self, key: Key) -> dict[int, Entry]:
-        """What each rank holds of a tensor, in the order of the ranks."""
+        """The part of a tensor that each rank holds, in the order of the ranks."""
         parts = {}
         for rank in sorted(self.entries):
             if key in self.entries[rank]:

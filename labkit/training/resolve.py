@@ -1,4 +1,4 @@
-"""From settings to a run: its work and its technique, and what cannot run is refused.
+"""Settings resolved to a run, its work and its technique; what cannot run is refused.
 
 That is before any process starts; the learner's own parts are tried on a few samples. On a rank
 ``work_of`` finds the same work again.

@@ -1,4 +1,4 @@
-"""What a run trains: data, model and loss, labkit's by name or the learner's own parts.
+"""The work of a run: data, model and loss, labkit's by name or the learner's own parts.
 
 Every process makes the same ``Work`` from the same settings.
 """

@@ -31,7 +31,7 @@ _MODULES = {nn.CrossEntropyLoss: functional.cross_entropy, nn.NLLLoss: functiona
 
 
 class Weighing(enum.Enum):
-    """What divides the sum of the losses."""
+    """The divisor of the sum of the losses."""
 
     SAMPLES = enum.auto()  # their number
     DATA = enum.auto()  # a weight that depends on the data, which ranks have to add up

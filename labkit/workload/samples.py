@@ -86,7 +86,7 @@ class Standard(NamedTuple):
 
 @dataclass(frozen=True)
 class Transform:
-    """From stored images [..., C, H, W] to a model's inputs; torchvision's transforms do it.
+    """Turns stored images [..., C, H, W] into a model's inputs, with torchvision's transforms.
 
     Attributes:
         standard: to give each channel mean 0 and deviation 1; None for inputs as they are stored.
@@ -100,7 +100,7 @@ class Transform:
     resize: int | None = None
 
     def __call__(self, images: Tensor, dtype: torch.dtype, *, draw: bool = False) -> Tensor:
-        """With ``draw`` of one image, augmented at random."""
+        """Return a model's inputs; with ``draw`` those of one image, augmented at random."""
         if (self.augment or self.resize) and images.ndim < 3:
             raise ValueError(
                 "augment and resize are for images [channels, height, width], and inputs have "

@@ -76,7 +76,7 @@ def _wrong_future(work: Any, tensors: list[Tensor]) -> Found:
 
 
 def _hosted(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong | None:
-    """On a rank: the parameters after DDP's updates; not tried if any rank found a mistake."""
+    """A rank's parameters after DDP's updates; not tried if any rank found a mistake."""
     group = fn(comm)
     if not isinstance(group, dist.ProcessGroup):
         return Wrong(f"the class must be derived from dist.ProcessGroup: {kind_of(group)}")

@@ -303,7 +303,7 @@ def _logs(result: RunResult, key: str) -> dict[int, list[Any]]:
 
 
 def _ms(result: RunResult, *kinds: str) -> str:
-    """By rank, the milliseconds of work of some kinds in the whole run."""
+    """Milliseconds by rank of work of these kinds in the whole run."""
     numbers = []
     for rank in range(len(result.values)):
         seconds = result.trace.seconds_by_kind(rank)

@@ -206,7 +206,7 @@ def _gradients(rank: int, case: Case) -> tuple[Tensor, ...]:
 
 
 def _one_step(fn: Callable, comm: Comm, case: Case) -> Tensor | Wrong:
-    """On a rank: call the learner's function; all gradients in one row.
+    """Call the learner's function on a rank; all gradients in one row.
 
     Each rank plays the others, too, to know what they put into their all-reduces.
     """

@@ -61,7 +61,7 @@ class _Model(Profile):
 
 
 def _profile(name: str, *layers: tuple[int, int, int, int]) -> Profile:
-    """By layer: forward ms (backward: i ms more), KiB of output, parameters and held."""
+    """A profile by layer: forward ms (backward: i ms more), KiB of output, parameters, held."""
     costs = []
     for i, (ms, *kib) in enumerate(layers):
         num_bytes = [1024 * number for number in kib]

@@ -83,7 +83,7 @@ class SharedStore(dist.Store):
 
 
 def _meet(fn: Callable, comm: Comm, case: Case) -> list[list]:
-    """On a process: the first and the last attempt; no further one if somebody waited in vain."""
+    """Make a process's first and last attempt; no further one if somebody waited in vain."""
     shared = dist.PrefixStore(f"check/{next(_calls)}", dist.distributed_c10d._get_default_store())
     real = dist.PrefixStore("store", shared)
     attempts = []

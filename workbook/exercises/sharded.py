@@ -162,7 +162,7 @@ def _layer_gradient(rank: int, number: int, case: Case) -> Tensor:
 
 
 def _totals(rank: int, case: Case, combine: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """By layer this rank's part of ``combine(what was there, the sum of the gradients)``."""
+    """This rank's part by layer of ``combine(what was there, the sum of the gradients)``."""
     totals = []
     for number in range(case.size):
         before = _layer(9, number, case)
@@ -172,7 +172,7 @@ def _totals(rank: int, case: Case, combine: Callable[[Tensor, Tensor], Tensor]) 
 
 
 class _Alive(dict[int, Any]):
-    """By layer, the storages of the tensors that were handed out, and the offsets in them."""
+    """Storages by layer of the tensors that were handed out, and the offsets in them."""
 
     def note(self, number: int, tensor: Tensor) -> Tensor:
         self[number] = (weakref.ref(tensor.untyped_storage()), tensor.storage_offset())

@@ -287,13 +287,13 @@ def last_bits(seed: int) -> Case:
 
 
 def _versions(weights: Mapping[str, Tensor], vectors: list[Tensor]) -> dict[str, int]:
-    """For each tensor, how many different ones the ranks have."""
+    """The number of different versions of each tensor that the ranks have."""
     by_rank = [_matrices(weights, vector) for vector in vectors]
     return {name: len({str(own[name].tolist()) for own in by_rank}) for name in weights}
 
 
 def _spread(steps: Sequence[dict[str, Any]]) -> Tensor:
-    """For each weight, the distance between the ranks that are furthest apart in it."""
+    """Distance by weight between the ranks that are furthest apart in it."""
     values = torch.stack([step["weights"] for step in steps])
     return values.amax(0) - values.amin(0)
 

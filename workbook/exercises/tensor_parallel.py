@@ -46,7 +46,7 @@ def _inputs(by_outputs: bool, rank: int, case: Case) -> tuple[Tensor, Tensor, Te
 
 
 def _terms(by_outputs: bool, case: Case) -> list[Tensor]:
-    """By rank, the product that has to be summed."""
+    """Each rank's product, which has to be summed."""
     tensors = [_inputs(by_outputs, rank, case) for rank in range(case.world_size)]
     if by_outputs:
         return [gradient @ weight for _, weight, gradient in tensors]

@@ -81,7 +81,7 @@ def contenders(comm: Comm) -> dict[str, AllReduce]:
 def checked_turns(
     comm: Comm, num_bytes: int, algorithms: Mapping[str, AllReduce]
 ) -> dict[str, Turn]:
-    """For each algorithm a turn: this rank's seconds of one all-reduce, whose sum is checked.
+    """A turn for each algorithm: this rank's seconds of one all-reduce, whose sum is checked.
 
     The values are small integers, whose sums float32 holds exactly: the result does not depend on
     the order of additions, in which the algorithms differ. They repeat after 1021 elements (a

@@ -192,7 +192,7 @@ def _inject(
 
 
 def _has_step_since(moment_s: float, folder: Path) -> bool:
-    """Whether rank 0 has begun a step after this moment, and ended it."""
+    """True if rank 0 has begun a step after this moment, and ended it."""
     noted = _read_events(folder)[0]
     return any(event["kind"] == "step" and event["start_s"] >= moment_s for event in noted)
 

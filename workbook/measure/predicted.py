@@ -261,7 +261,7 @@ def steps_of(comm: Comm, name: str, ranks: int, repeats: int) -> list[float]:
 def measured_s(
     ranks: int, names: Sequence[str] = TECHNIQUES, repeats: int = 3
 ) -> dict[str, list[float]]:
-    """By technique, seconds of its steps on ``ranks`` ranks: of the one that took longest."""
+    """Seconds of each technique's steps on ``ranks`` ranks: those of the slowest rank."""
 
     def all_steps(comm: Comm, names: Sequence[str]) -> list[list[float]]:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""For notebook cells, besides figures: predictions, progress, verdicts, live runs, sources.
+"""Parts of notebook cells besides figures: predictions, progress, verdicts, live runs, sources.
 
 prediction       asks for a prediction (its field: form; its numbers: typed), and compares it
                  with the formula and the measurement (row)

@@ -119,7 +119,7 @@ class Progress:
         return "\n\n".join(parts)
 
     def _repr_html_(self) -> str:
-        """With a link to each exercise; those of a page are in a fold."""
+        """The progress with a link to each exercise; those of a page are in a fold."""
         parts = []
         for page in self.pages:
             items = []

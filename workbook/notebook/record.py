@@ -54,7 +54,7 @@ class Predicted:
 
     @property
     def factor(self) -> float | None:
-        """By how much it was off, in either direction; None where no factor can say it."""
+        """The factor by which it was off, in either direction; None where no factor can say it."""
         if self.measured is None or not 0 < self.value * self.measured < math.inf:
             return None
         return max(self.measured / self.value, self.value / self.measured)

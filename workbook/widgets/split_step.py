@@ -135,7 +135,7 @@ def step_numbers(split: SplitModel, run: MeasuredSplit | None) -> tuple[list[str
 
 
 def _hops(split: SplitModel) -> Iterator[dict[str, Any]]:
-    """For each cut: its name, its words, and when which message is on its way."""
+    """Each cut's name, its words, and when which message is on its way."""
     for cut, point in enumerate(split.split_points):
         message_s = split.hop_s[cut] / split.micro_batches
         sends = {("forward", cut): "activation", ("backward", cut + 1): "gradient"}

@@ -103,7 +103,7 @@ def _is_one_host() -> bool:
 
 
 def stay_on_loopback() -> None:
-    """If all ranks were started on this machine, let gloo listen on loopback only."""
+    """Let gloo listen on loopback only, if all ranks were started on this machine."""
     if _is_one_host():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
 

@@ -171,7 +171,7 @@ def _make_folder() -> None:
 
 
 def _after_fork() -> None:
-    """In a fork of this process: it needs a server of its own, this one's child is not its."""
+    """Forget the server in a fork of this process: that server is no child of the fork."""
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None:
         os.close(server._forkserver_alive_fd)

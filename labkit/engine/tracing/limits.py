@@ -250,7 +250,7 @@ def what_limited(
 
 
 def _is_unfelt(rank: int, times: dict[int, RankTimes], apart: bool) -> bool:
-    """Whether hardly any rank waited for this one; profiles without waiting do not show it."""
+    """True if hardly any rank waited for this one; profiles without waiting do not show it."""
     others_s = sum(times[other].elapsed_s for other in times if other != rank)
     is_seen = not apart or any(rank_time.seconds[WAIT] for rank_time in times.values())
     return is_seen and sum(times[rank].blamed_s.values()) <= _NOTICED * others_s

@@ -89,7 +89,7 @@ class _Progress:
         self._done: set[int] = set()
 
     def peer(self, half: int) -> int | None:
-        """To which (_DST) or from which (_SRC) the rank's next call still has a message."""
+        """The peer to (_DST) or from (_SRC) which the rank's next call still has a message."""
         if self.index == len(self.calls) or half in self._done:
             return None
         return self.calls[self.index][half]

@@ -84,7 +84,7 @@ def outcomes_of(fn: Callable, exercise: Exercise, cases: list[Case]) -> dict[Cas
 
 
 def limit_memory() -> None:
-    """In a rank: an endless list ends in a MemoryError, and not the machine."""
+    """Limit a rank's memory: an endless list ends in a MemoryError, and not the machine."""
     # Linux tells how much the process holds; other systems do not.
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -93,7 +93,7 @@ def limit_memory() -> None:
 
 
 def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) -> list[Outcome]:
-    """On a rank: call ``fn`` for each case, the ranks together."""
+    """Call ``fn`` on a rank for each case, the ranks together."""
     outcomes = []
     limit_memory()
     for number, case in enumerate(cases):
@@ -111,7 +111,7 @@ def _attempt(comm: Comm, fn: Callable, exercise: Exercise, cases: list[Case]) ->
 
 
 def draw_alike(case: Case) -> None:
-    """In a rank: what is drawn is the same in each trial of one case; torch.empty makes NaN."""
+    """Seed a rank: each trial of one case draws the same numbers, and torch.empty makes NaN."""
     torch.set_deterministic_debug_mode("warn")
     seed = hash(case)
     random.seed(seed)
@@ -125,7 +125,7 @@ def call_once(
     args: tuple,
     around: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Outcome:
-    """On a rank: call ``fn`` with ``exercise.inputs``; ``around`` as in ``Watched``."""
+    """Call ``fn`` on a rank with ``exercise.inputs``; ``around`` as in ``Watched``."""
 
     written = None
     if exercise.written is not None:

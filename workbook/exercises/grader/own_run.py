@@ -99,7 +99,7 @@ def own_run(fn: Callable, exercise: Exercise, status: str, world_size: int = 4) 
 def _time_spans(
     comm: Comm, fns: list[Callable], exercise: Exercise, case: Case
 ) -> list[tuple[float, float]]:
-    """On a rank: start and end of each function, in seconds of the trace."""
+    """Start and end of each function on a rank, in seconds of the trace."""
     recorder = comm.session.recorder
     spans = []
 

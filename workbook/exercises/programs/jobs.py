@@ -138,7 +138,7 @@ def average_gradients(comm: Comm, model: nn.Module, divide_by: int) -> None:
 
 
 def logged(loss: Tensor, model: nn.Module) -> Logged:
-    """With the CRC-32 of each parameter and buffer by name: equal bits, equal number."""
+    """A step's log, with the CRC-32 of each parameter and buffer: equal bits, equal number."""
     return {
         "loss": loss.item(),
         "weights": parameters_to_vector(model.parameters()).detach(),

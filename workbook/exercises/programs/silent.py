@@ -24,7 +24,7 @@ Data = tuple[Tensor, ...]
 
 @contextlib.contextmanager
 def unrecorded(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """In the place of ``labkit.recording``: record nothing."""
+    """Record nothing, in the place of ``labkit.recording``."""
     yield
 
 
@@ -150,7 +150,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def rows_by_rank(heights: list[int], world_size: int) -> list[list[slice]]:
-    """For each matrix the rows of each rank, of which all have equally many in all."""
+    """Rows of each rank in each matrix, such that all ranks have equally many in all."""
     per_rank = sum(heights) // world_size
     start = 0
     rows = []
