@@ -177,10 +177,10 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
         # Tensor parallelism does not cut this part.
         block += 10 - 10 / tp
     kept = block
-    again = 0.0
+    recomputed = 0.0
     if layout.recompute == "full":
         kept = 2 / tp if layout.sequence_parallel else 2.0
-        again = block
+        recomputed = block
     # 1F1B: the first stage holds p micro-batches, and with interleaving some parts of more.
     held = float(min(micro_batches, pp))
     if layout.interleave > 1:
@@ -197,7 +197,7 @@ def gpt_bytes(model: GPT, batch: int, cluster: Cluster, layout: Layout) -> dict[
         "parameters": _WEIGHT * weights,
         "gradients": _GRADIENT * gradients,
         "optimizer": _OPTIMIZER * states,
-        "activations": tokens * model.width * (held * blocks * kept + again),
+        "activations": tokens * model.width * (held * blocks * kept + recomputed),
     }
 
 

@@ -112,7 +112,7 @@ class Mailbox:
     def _read(self, src: int, receive: _Receive, comm: Comm) -> None:
         """Read the edge from ``src`` until ``receive`` is filled, from there or elsewhere."""
         while receive in self._posted:
-            taken = None
+            matched = None
             try:
                 if src in self._broken:
                     raise self._broken[src]
@@ -120,27 +120,27 @@ class Mailbox:
                 tag, dtype, dimensions, *sizes = envelope.tolist()
                 landing = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype])
                 message = _Message(src, tag, landing)
-                taken = self._match(message)
-                if taken is not None:
-                    credit_to(taken.work.location)
-                comm.recv((taken or message).tensor, src)
+                matched = self._match(message)
+                if matched is not None:
+                    credit_to(matched.work.location)
+                comm.recv((matched or message).tensor, src)
             except BaseException as error:
                 with self._lock:
                     receive.sources.discard(src)
-                    if taken is None and receive in self._posted and not receive.sources:
-                        taken = receive
+                    if matched is None and receive in self._posted and not receive.sources:
+                        matched = receive
                         self._posted.remove(receive)
-                if taken is None:
+                if matched is None:
                     # Another source has sent, or still may.
                     return
                 # Nobody knows where the next message on this edge begins.
                 self._broken.setdefault(src, error)
-                taken.end(src, error)
-                if taken is receive:
+                matched.end(src, error)
+                if matched is receive:
                     raise
                 continue
-            if taken is not None:
-                taken.end(src)
+            if matched is not None:
+                matched.end(src)
             elif posted_since := self._match(message, keep=True):
                 posted_since.fill(message)
 

@@ -61,9 +61,9 @@ class WhatIf:
                 f"the prediction is of the seconds {self.unit}, and the run has {run_s:g} s {unit}"
             )
         error = self.predicted_s / run_s - 1
-        which = "long" if error > 0 else "short"
+        direction = "long" if error > 0 else "short"
         after = f"Run: {format_seconds(run_s)} {self.unit}; "
-        after += f"the prediction is {abs(error):.0%} too {which}."
+        after += f"the prediction is {abs(error):.0%} too {direction}."
         return f"{after} {what_limited(_steps(trace))}"
 
     def __str__(self) -> str:

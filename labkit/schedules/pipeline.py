@@ -218,19 +218,20 @@ class Pipelining:
         allowed = [["forward", "backward"]]
         if self.cuts_backward:
             allowed.append(["forward", "backward_input", "backward_weight"])
-        due = set(itertools.product(range(num_micro_batches), range(chunks)))
+        needed = set(itertools.product(range(num_micro_batches), range(chunks)))
         orders = []
         for rank, stream in enumerate(streams):
             kinds: dict[tuple[int, int], list[str]] = {}
             for action in stream:
                 kinds.setdefault((action.micro_batch, action.chunk), []).append(action.kind)
-            for part in sorted(due.union(kinds)):
-                found = kinds.get(part, [])
-                if part not in due or found not in allowed:
+            for part in sorted(needed.union(kinds)):
+                own_kinds = kinds.get(part, [])
+                if part not in needed or own_kinds not in allowed:
                     micro_batch, chunk = part
                     sequences = " or ".join(", ".join(sequence) for sequence in allowed)
                     raise ValueError(
-                        f"rank {rank} of this schedule has {', '.join(found) or 'no action'} for "
+                        f"rank {rank} of this schedule has "
+                        f"{', '.join(own_kinds) or 'no action'} for "
                         f"micro-batch {micro_batch} in chunk {chunk}. Micro-batches 0 to "
                         f"{num_micro_batches - 1} in chunks 0 to {chunks - 1} each need "
                         f"{sequences}, once and in this order: mend the actions. (A backward in "

@@ -75,10 +75,10 @@ def sharded_pass(
             yield from _for_each(completed_by_unit[unit + 2], "finish")
             yield from _for_each(completed_by_unit[unit + 1], "reduce")
         if stage == 3:
-            wanted = [*uses[unit]]
+            needed = [*uses[unit]]
             if position + 1 not in (len(uses), len(visits)):
-                wanted += uses[visits[position + 1].number]
-            missing = [flat for flat in dict.fromkeys(wanted) if flat not in gathered]
+                needed += uses[visits[position + 1].number]
+            missing = [flat for flat in dict.fromkeys(needed) if flat not in gathered]
             gathered += missing
             yield from _for_each(missing, "gather")
             yield from _for_each(uses[unit], "wait")

@@ -183,8 +183,8 @@ def _check_hops(programs: Sequence[Sequence[Action | Hop]]) -> None:
     for rank, hops in enumerate(todo):
         if hops and hops[0].send:
             kind, micro_batch, peer, _ = hops[0].send
-            what = f"the {kind} of micro-batch {micro_batch}"
-            waits.append(f"rank {rank} would send {what} to rank {peer}")
+            message = f"the {kind} of micro-batch {micro_batch}"
+            waits.append(f"rank {rank} would send {message} to rank {peer}")
     if waits:
         raise ValueError(
             f"the messages of this schedule wait for each other: {', '.join(waits)}, and none of "

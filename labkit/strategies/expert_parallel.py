@@ -59,9 +59,9 @@ class ExpertGroup(TensorGroup):
 
         Returns what has arrived, the first ``received[0]`` rows from rank 0. It has a gradient.
         """
-        there = partial(self.all_to_all, sent=sent, received=received)
-        back = partial(self.all_to_all, sent=received, received=sent)
-        return Conjugate.apply(rows, there, back)
+        forward_fn = partial(self.all_to_all, sent=sent, received=received)
+        backward_fn = partial(self.all_to_all, sent=received, received=sent)
+        return Conjugate.apply(rows, forward_fn, backward_fn)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         arrived = rows.new_empty(sum(received), rows.shape[1])

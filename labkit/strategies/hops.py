@@ -72,8 +72,8 @@ def run_hop(comm: Comm, hop: Hop, outgoing: Any, landing: Any) -> None:
         reason = "an activation is what the layers have made"
         if hop.send.kind == "gradient":
             reason = "a gradient is left in .grad of an input that requires one"
-        what = f"the {hop.send.kind} of micro-batch {hop.send.micro_batch}"
-        raise ValueError(f"{what} to be sent is None: {reason}")
+        message = f"the {hop.send.kind} of micro-batch {hop.send.micro_batch}"
+        raise ValueError(f"{message} to be sent is None: {reason}")
     if hop.send and hop.recv:
         comm.exchange(outgoing, hop.send.peer, landing, hop.recv.peer)
     elif hop.send:

@@ -192,9 +192,9 @@ class _Run:
         loss = self.strategy.loss
         if isinstance(loss, CountedLoss):
             right, judged = loss.take()
-            taken: dict[int, Any] = {progress.RIGHT: right, progress.JUDGED: judged}
-            taken[progress.WEIGHT] = loss.take_weight()
-            for number, count in taken.items():
+            counts: dict[int, Any] = {progress.RIGHT: right, progress.JUDGED: judged}
+            counts[progress.WEIGHT] = loss.take_weight()
+            for number, count in counts.items():
                 # It is on the device of the outputs, which need not be the rank's.
                 progress.sums[number] += torch.as_tensor(count).to(progress.sums)
 

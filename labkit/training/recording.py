@@ -314,9 +314,9 @@ def read_record(folder: str | Path) -> Record:
             f"{folder} holds no record: write one with labkit train --record DIR, or with "
             "labkit.recording(model, optimizer, DIR) around your own loop"
         )
-    some = next(iter(headers.values()))
-    missing = set(range(some.world_size)) - set(headers)
-    if missing and not some.is_whole:
+    header = next(iter(headers.values()))
+    missing = set(range(header.world_size)) - set(headers)
+    if missing and not header.is_whole:
         raise FileNotFoundError(
             f"{folder} has the record of ranks {sorted(headers)}, and not of {sorted(missing)}: "
             "copy the files of all machines into one folder"

@@ -33,8 +33,8 @@ def sketch(train: Samples, test: Samples | None, seed: int) -> Sketch:
     first = train.read(order)
     second = train.read(order)
     sums_by_name: Sketch = {"lengths": [len(train), len(test) if test else 0]}
-    for name, part, again in zip(("inputs", "targets"), first, second):
-        if isinstance(train.dataset, TensorDataset) or torch.equal(part, again):
+    for name, part, reread in zip(("inputs", "targets"), first, second):
+        if isinstance(train.dataset, TensorDataset) or torch.equal(part, reread):
             numbers = torch.view_as_real(part.to(torch.complex128)).flatten(1).nan_to_num()
             weights = torch.linspace(1, 2, numbers.shape[1], dtype=torch.float64)
             sums = torch.stack([numbers @ weights, numbers.abs() @ weights], dim=1)

@@ -270,12 +270,12 @@ def _check_division(
     if in_one[0].isnan() and in_parts[:, 0].isnan().any():
         # The model's outputs, or the targets, are not finite; training says so.
         return
-    again = float(loss(outputs[batch], targets[batch])[0])
-    if abs(again - in_one[0]) > slack[0]:
+    second_total = float(loss(outputs[batch], targets[batch])[0])
+    if abs(second_total - in_one[0]) > slack[0]:
         raise ValueError(
             f"loss {name} of the same {len(batch)} samples has the sum {in_one[0]:.6g}, then "
-            f"{again:.6g}: it counts its calls or draws random numbers, which each rank and "
-            "micro-batch would do for itself. Give a function of outputs and targets alone"
+            f"{second_total:.6g}: it counts its calls or draws random numbers, which each rank "
+            "and micro-batch would do for itself. Give a function of outputs and targets alone"
         )
     mean = in_one[0] / in_one[1]
     apart = in_parts[:, 0].sum() / in_parts[:, 1].sum()

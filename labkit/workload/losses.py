@@ -200,18 +200,18 @@ class CountedLoss:
 
     def take_step(self) -> Tensor | float:
         """The weight since the last call: of this rank's share in a step."""
-        taken = self.step_weight
+        weight = self.step_weight
         self.step_weight = 0
-        return taken
+        return weight
 
     def take_weight(self) -> Tensor | float:
         """The weight of the losses since the last call."""
-        taken = self.weight
+        weight = self.weight
         self.weight = self.step_weight = 0
-        return taken
+        return weight
 
     def take(self) -> tuple[Tensor | int, Tensor | int]:
         """Right predictions since the last call, a scalar, and of how many targets."""
-        taken = self.right, self.judged
+        counts = self.right, self.judged
         self.right = self.judged = 0
-        return taken
+        return counts

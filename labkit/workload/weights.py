@@ -42,10 +42,10 @@ def load_weights(model: nn.Module, path: str | Path, name: str | None = None) ->
         ValueError: names or shapes do not fit; the message lists some.
     """
     given = read_weights(path)
-    wanted = model.state_dict()
-    match = _match_names(given, _tied_groups(wanted), path)
+    expected = model.state_dict()
+    match = _match_names(given, _tied_groups(expected), path)
     if match is None and name in _IN_TORCHVISION:
-        match = _match_torchvision(given, wanted, name, path)
+        match = _match_torchvision(given, expected, name, path)
     if match is None:
         match = _Match(given, "", [])
     tensors = match.tensors
@@ -140,14 +140,14 @@ def _match_names(
 
 
 def _match_torchvision(
-    given: dict[str, Tensor], wanted: dict[str, Tensor], name: str, path: str | Path
+    given: dict[str, Tensor], expected: dict[str, Tensor], name: str, path: str | Path
 ) -> _Match | None:
     """Find the tensors of labkit's model in a file of torchvision's, by the order of layers."""
     from torchvision import models
 
     with torch.device("meta"):
         original_names = list(getattr(models, _IN_TORCHVISION[name])().state_dict())
-    names = list(wanted)
+    names = list(expected)
     if name == "vgg16":
         # Its classifier has 120 million parameters; labkit's has one layer.
         original_names = [key for key in original_names if key.startswith("features.")]
@@ -158,18 +158,18 @@ def _match_torchvision(
     renamed = dict(zip(original_names, names, strict=True))
     tensors = {renamed.get(key, key): value for key, value in match.tensors.items()}
     if name == "vgg16":
-        tensors = {key: value for key, value in tensors.items() if key in wanted}
+        tensors = {key: value for key, value in tensors.items() if key in expected}
     return _Match(tensors, match.prefix, match.left_out)
 
 
 def _ends_of_other_shape(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     """Return the names in the first and the last layer, where the file has no such shapes."""
-    wanted = model.state_dict()
+    expected = model.state_dict()
     layers = [key for key, layer in model.named_children() if layer.state_dict()]
     names = []
     for layer in dict.fromkeys((layers[0], layers[-1])):
-        keys = [k for k in wanted if k.startswith(f"{layer}.") and not k.endswith(_COUNTER)]
-        if any(key not in tensors or tensors[key].shape != wanted[key].shape for key in keys):
+        keys = [k for k in expected if k.startswith(f"{layer}.") and not k.endswith(_COUNTER)]
+        if any(key not in tensors or tensors[key].shape != expected[key].shape for key in keys):
             names += keys
     return names
 

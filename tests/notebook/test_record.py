@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def path(tmp_path, monkeypatch):
     path = tmp_path / "data" / "progress.json"
     monkeypatch.setenv("LABKIT_PROGRESS", str(path))
-    monkeypatch.setattr(record, "_said", set())
+    monkeypatch.setattr(record, "_reported_files", set())
     monkeypatch.setattr(record, "_pending", {})
     return path
 

@@ -33,10 +33,10 @@ class WarmProcess:
 
     def __init__(self, executable: str):
         self.environment = os.environ.copy()
-        self.channel, theirs = socket.socketpair()
-        with theirs:
+        self.channel, child_end = socket.socketpair()
+        with child_end:
             self.process = subprocess.Popen(
-                [executable, "-c", PROGRAM.format(theirs.fileno())],
+                [executable, "-c", PROGRAM.format(child_end.fileno())],
                 env={
                     # What imports read: as labkit.engine.runtime.server and ipykernel set it.
                     "OMP_WAIT_POLICY": "passive",
@@ -47,17 +47,17 @@ class WarmProcess:
                     "JPY_PARENT_PID": "1",
                 },
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 start_new_session=True,
             )
 
     async def fork(self, request: dict[str, Any], files: list[int]) -> "ForkedKernel":
         """Return the kernel that a request describes; OSError if there is no process to fork."""
-        connection, theirs = socket.socketpair()
+        connection, child_end = socket.socketpair()
         connection.setblocking(False)
         try:
-            with theirs:
-                socket.send_fds(self.channel, [b"!"], [theirs.fileno(), *files])
+            with child_end:
+                socket.send_fds(self.channel, [b"!"], [child_end.fileno(), *files])
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(120):  # It may still import.
                 await loop.sock_sendall(connection, json.dumps(request).encode() + b"\n")

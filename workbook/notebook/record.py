@@ -69,7 +69,7 @@ class Record:
 
 
 Change = Callable[[Record], None]
-_said: set[Path] = set()
+_reported_files: set[Path] = set()
 # By file: the changes of this process that are not in it. Without a file, that is all of them.
 _pending: dict[Path | None, list[Change]] = {}
 # JupyterLab may run the handlers of a widget in another thread than the cells.
@@ -126,8 +126,8 @@ def change(change: Change) -> None:
 
 def _say_once(about: Path, text: str) -> None:
     """Print a message on stderr, the first one about this file only."""
-    if about not in _said:
-        _said.add(about)
+    if about not in _reported_files:
+        _reported_files.add(about)
         print(f"labkit: {text}", file=sys.stderr)
 
 

@@ -32,10 +32,10 @@ def parse_typed(text: str, unit: str) -> float:
         example = "type one such as 1.5, 1000000 or 2e6"
         raise ValueError(f"{shortened(text)} is not one number: {example}")
     kind, size = _kind(parts[2] or unit)
-    wanted, wanted_size = _kind(unit)
-    if kind != wanted:
+    expected_kind, expected_size = _kind(unit)
+    if kind != expected_kind:
         raise ValueError(f"{shortened(parts[2])} is not a unit here: give it in {unit}")
-    return number * size / wanted_size
+    return number * size / expected_size
 
 
 def _kind(unit: str) -> tuple[str, float]:

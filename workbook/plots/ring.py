@@ -24,7 +24,7 @@ from workbook.plots.palette import DARK, ORANGE, VERMILION, tint
 _LINES = "#808080"
 # Fill and ink of a cell with the parts of one rank, of some and of all ranks.
 _OWN = ("white", DARK)
-_SOME = (tint(ORANGE, 0.5), DARK)
+_PARTIAL = (tint(ORANGE, 0.5), DARK)
 _ALL = (DARK, "white")
 
 
@@ -178,7 +178,7 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
     ranks = len(state.values)
     for rank, row in enumerate(state.contributions):
         for chunk, cell in enumerate(row):
-            fill, ink = {1: _OWN, ranks: _ALL}.get(len(cell), _SOME)
+            fill, ink = {1: _OWN, ranks: _ALL}.get(len(cell), _PARTIAL)
             corner = (chunk - 0.5, rank - 0.5)
             axes.add_patch(Rectangle(corner, 1, 1, facecolor=fill, edgecolor=_LINES))
             # To the right are the arrows.
@@ -204,6 +204,6 @@ def _draw_grid(axes: Axes, state: RingState) -> None:
 
 
 def _legend() -> list[Patch]:
-    looks = {"own part only": _OWN, "sum of some ranks": _SOME, "sum of all ranks": _ALL}
+    looks = {"own part only": _OWN, "sum of some ranks": _PARTIAL, "sum of all ranks": _ALL}
     entries = [Patch(fc=fill, ec=_LINES, label=label) for label, (fill, _) in looks.items()]
     return [*entries, Patch(fill=False, ec=VERMILION, linewidth=2.2, label="just arrived")]

@@ -108,9 +108,9 @@ def _other_threads(window: Trace) -> str:
     spans = tuple(span for span in window.spans if span.lane)
     if not spans:
         return ""
-    whose = ", of all ranks together" if len(window.ranks) > 1 else ""
+    owners = ", of all ranks together" if len(window.ranks) > 1 else ""
     seconds = _seconds_words(Trace(spans).seconds_by_kind())
-    return f"Thin lanes are other threads{whose}: {seconds}."
+    return f"Thin lanes are other threads{owners}: {seconds}."
 
 
 def _alt(window: Trace, names: Mapping[int, str], extent_s: float, model: bool) -> str:

@@ -41,12 +41,12 @@ class Job:
 
     def _run(self, work: Callable[[], str]) -> None:
         try:
-            said = work()
+            message = work()
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
         with self._lock:
             self._is_running = False
-            self._say("", said)
+            self._say("", message)
 
 
 class Printed(ipywidgets.VBox):
@@ -129,11 +129,11 @@ class Explorer(Printed):
         button = ipywidgets.Button(description="Run")
         output = ipywidgets.HTML()
 
-        def say(doing: str, said: str) -> None:
+        def say(doing: str, message: str) -> None:
             button.disabled = bool(doing)
-            output.value = said
-            if not said.startswith("<"):
-                output.value = html.escape(doing or said)
+            output.value = message
+            if not message.startswith("<"):
+                output.value = html.escape(doing or message)
 
         job = Job(say)
         button.on_click(lambda _: job.start(doing, lambda: as_page(measure(*self.chosen()))))

@@ -42,7 +42,7 @@ LINKS = {
 }
 MAX_STAGES = 4
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 
 
 class CutPicture(anywidget.AnyWidget):
@@ -54,8 +54,8 @@ class CutPicture(anywidget.AnyWidget):
         shown: the step, from Python.
     """
 
-    _esm = _HERE / "split_explorer.js"
-    _css = _HERE / "split_explorer.css"
+    _esm = _FOLDER / "split_explorer.js"
+    _css = _FOLDER / "split_explorer.css"
     points = List(Int()).tag(sync=True)
     mode = Unicode("compute").tag(sync=True)
     shown = Dict().tag(sync=True)
@@ -192,9 +192,9 @@ class SplitExplorer(Printed):
         # With the split as it is now: it can be changed during the run.
         self.job.start("measuring ...", partial(self._run, *self._split(), self.link.value))
 
-    def _say(self, doing: str, said: str) -> None:
+    def _say(self, doing: str, message: str) -> None:
         self.best.disabled = self.run.disabled = bool(doing)
-        self.status.value = f'<span role="status">{html.escape(doing or said)}</span>'
+        self.status.value = f'<span role="status">{html.escape(doing or message)}</span>'
 
     def _run(self, points: tuple[int, ...], count: int, schedule: str, link: str) -> str:
         counts = {"batch_size": self._profile.batch_size, "micro_batches": count}

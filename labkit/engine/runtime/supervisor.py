@@ -216,16 +216,16 @@ class Supervisor:
         """Ask the running ranks for their stacks, and collect those that arrive in time."""
         self._output.flush()
         states = self._evidence.board.ranks["state"]
-        asked = []
+        running_ranks = []
         for rank, state in enumerate(states):
             if state == RUNNING and rank not in self.exit_codes:
-                asked.append(rank)
+                running_ranks.append(rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pids[rank], signal.SIGUSR1)
         until_s = time.monotonic() + _STACKS_S
-        while asked and time.monotonic() < until_s:
+        while running_ranks and time.monotonic() < until_s:
             self._read(_POLL_S)
-        return {rank: self._output.take_pending(rank) for rank in asked}
+        return {rank: self._output.take_pending(rank) for rank in running_ranks}
 
     def _let_go(self) -> None:
         """Let the ranks clean up and exit by themselves, within a limited time."""

@@ -233,8 +233,8 @@ def what_limited(
         first = f"Rank {most} limited the run: {waited}, while it {_DOES[cause]}."
     else:
         kind = "bubble" if has_stages and shares[WAIT] > _BUBBLE else _KINDS[largest]
-        whose = "the ranks' time" if len(times) > 1 else "the time"
-        first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=whose, **shares)
+        subject = "the ranks' time" if len(times) > 1 else "the time"
+        first = _LIMITED[kind].format(code=gap[0].upper() + gap[1:], whose=subject, **shares)
     names = _NAMES | {WAIT: "waiting", GAP: gap}
     if is_one and is_slow and len(times) > 2 and shares[WAIT] > _NOTICED:
         names[WAIT] = f"waiting (mostly for rank {most})"
