@@ -18,7 +18,9 @@ from labkit.units import check_choice, check_integer
 
 RECOMPUTE = ("none", "selective", "full")
 # Bytes per parameter of 16-bit mixed-precision Adam; its state is a 32-bit copy and two moments.
-_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 2, 12
+_WEIGHT = 2
+_GRADIENT = 2
+_OPTIMIZER = 12
 
 
 @dataclass(frozen=True)

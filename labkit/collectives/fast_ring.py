@@ -61,7 +61,8 @@ def _run(comm: Comm, reduction: Reduction, flat: Tensor) -> None:
     *gathers, last_gather = steps[comm.world_size - 1 :]
     wide = reduction.accumulate_dtype
     first = steps[0]
-    right, left = comm.transport.channel_to(first.dst), comm.transport.channel_from(first.src)
+    right = comm.transport.channel_to(first.dst)
+    left = comm.transport.channel_from(first.src)
     chunks = split_chunks(flat, comm.world_size)
     segments = [chunk.split(right.segment_bytes // wide.itemsize) for chunk in chunks]
     columns = list(zip_longest(*segments, fillvalue=flat[:0]))

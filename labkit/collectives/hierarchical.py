@@ -105,7 +105,8 @@ def _reduce_slices(comm: Comm, reduction: Reduction, slices: tuple[Tensor, ...])
         for step_number, step in enumerate(steps):
             is_sum = step.phase == "share_reduce"
             chunks = sums if is_sum else results
-            outgoing, chunk = chunks[step.send_chunk], chunks[step.recv_chunk]
+            outgoing = chunks[step.send_chunk]
+            chunk = chunks[step.recv_chunk]
             incoming = torch.empty_like(chunk) if is_sum else chunk
             dst, src = members[step.dst], members[step.src]
             exchange = exchange_under_way(comm, send=outgoing, dst=dst, recv=incoming, src=src)

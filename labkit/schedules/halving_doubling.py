@@ -42,11 +42,13 @@ def recursive_halving(rank: int, world_size: int) -> Iterator[HalvingStep]:
     paired = largest_power_of_two(world_size)
     if rank >= paired:
         return
-    first, end = 0, paired
+    first = 0
+    end = paired
     while end - first > 1:
         middle = (first + end) // 2
         peer = rank ^ (middle - first)
-        lower, upper = (first, middle), (middle, end)
+        lower = (first, middle)
+        upper = (middle, end)
         if rank < middle:
             yield HalvingStep(peer, sent=upper, kept=lower)
             end = middle

@@ -234,7 +234,8 @@ class Checkpoints:
         strategy = self.strategy
         rank = strategy.comm.rank
         progress = self.progress
-        progress.epoch, progress.step = facts.epoch, facts.step
+        progress.epoch = facts.epoch
+        progress.step = facts.step
         progress.rows = facts.rows
         # What a rehearsal has counted was none of the run's samples.
         if isinstance(strategy.loss, CountedLoss):

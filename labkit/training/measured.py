@@ -115,7 +115,8 @@ def _time_messages(
     comm: Comm, pattern: str, sizes_bytes: tuple[int, ...], repeats: int, gamma: bool
 ) -> tuple[str, dict[int, list[float]], list[float]]:
     """Return by what messages moved, this rank's seconds of one by size, and of additions."""
-    right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    right = (comm.rank + 1) % comm.world_size
+    left = (comm.rank - 1) % comm.world_size
 
     def move(size: int) -> None:
         if pattern == "exchange":

@@ -98,7 +98,8 @@ def load_dataset(
     num_train = len(targets)
     if train_size is not None and not 1 <= train_size <= num_train:
         raise ValueError(f"train_size {train_size}: {name} has {num_train} training samples")
-    inputs, targets = inputs[:train_size], targets[:train_size]
+    inputs = inputs[:train_size]
+    targets = targets[:train_size]
     test_inputs, test_targets = test
     standard = None if name == "text" else _STANDARDS.get(name, _DIGITS)
     if not stored:
@@ -118,7 +119,8 @@ def _read_text(folder: Path) -> tuple[_Part, _Part, int]:
     number = {character: i for i, character in enumerate(sorted(set(text)))}
     count = (len(text) - 1) // TEXT_LENGTH
     codes = torch.tensor([number[character] for character in text[: count * TEXT_LENGTH + 1]])
-    inputs, targets = codes[:-1].view(count, -1), codes[1:].view(count, -1)
+    inputs = codes[:-1].view(count, -1)
+    targets = codes[1:].view(count, -1)
     end = count * 9 // 10
     return (inputs[:end], targets[:end]), (inputs[end:], targets[end:]), len(number)
 
@@ -203,7 +205,8 @@ def open_folder(
             "with a folder of images per class"
         )
     images = _images_in(folder / "train", resize, crop)
-    train, count = images, len(images)
+    train = images
+    count = len(images)
     if train_size is not None:
         if train_size > count:
             raise ValueError(f"train_size {train_size}: {name} has {count} training images")

@@ -66,7 +66,8 @@ def seed_all(seed: int) -> None:
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers of torch, ``random`` and NumPy from ``seed``; afterwards they go on."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
             seed_all(seed)
@@ -176,7 +177,8 @@ class Samples:
         for batch in numbers:
             inputs, targets = self.read(batch, epoch)
             if pinned:
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+                inputs = inputs.pin_memory()
+                targets = targets.pin_memory()
             yield inputs, targets
 
     def read(self, numbers: Tensor, epoch: int | None = None) -> Pair:

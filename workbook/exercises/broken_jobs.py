@@ -29,8 +29,10 @@ _TIMEOUT_S = 1.0
 def mismatch(seed: int | None = None) -> Case:
     """Clues, by rank: ``losses`` [STEPS, B], ``errors``, and flight recorder ``dumps``."""
     seed, drawn = seeded(seed)
-    P, steps = 3, 9
-    rank, step = drawn.randrange(P), drawn.randrange(3, steps - 1)
+    P = 3
+    steps = 9
+    rank = drawn.randrange(P)
+    step = drawn.randrange(3, steps - 1)
     losses = random_tensor(seed, P, steps, 8).abs().clamp(max=0.9 * jobs.HARD)
     losses[rank, step, drawn.randrange(8)] = 1.5 * jobs.HARD
     result = run(_until_timeout, losses, world_size=P, device="cpu", transport="gloo")
@@ -73,7 +75,8 @@ def _until_timeout(comm: Comm, losses: Tensor) -> tuple[str, list[dict[str, Any]
 def drift(seed: int | None = None) -> Case:
     """Clues: ``losses`` and ``checksums``, {rank: one by step}; a checksum is {name: number}."""
     seed, drawn = seeded(seed)
-    P, steps = 4, 8
+    P = 4
+    steps = 8
     rank, other = drawn.sample(range(P), 2)
     early, step = sorted(drawn.sample(range(2, steps - 1), 2))
     x = random_tensor(seed, P, steps, 16, 6)
@@ -109,7 +112,9 @@ def drift(seed: int | None = None) -> Case:
 def straggler(seed: int | None = None) -> Case:
     """Clues: the ``run``; ``lengths`` {rank: tokens by step}."""
     _, drawn = seeded(seed)
-    P, steps, usual = 3, 6, 60
+    P = 3
+    steps = 6
+    usual = 60
     rank = drawn.randrange(P)
     is_text = drawn.random() < 0.5
     tokens = P * [usual]  # in each sequence, by rank
@@ -140,8 +145,10 @@ def straggler(seed: int | None = None) -> Case:
 def divisor(seed: int | None = None) -> Case:
     """Clues: ``recipe``; ``losses`` by step; ``lengths`` of gradients in step 0."""
     seed, drawn = seeded(seed)
-    P, parts = drawn.randint(2, 4), drawn.randint(2, 3)
-    size, steps = 4, 12
+    P = drawn.randint(2, 4)
+    parts = drawn.randint(2, 3)
+    size = 4
+    steps = 12
     counts = {"micro_batches": parts, "ranks": P}
     wrong, other = drawn.sample(list(counts), 2)
     recipe = {"size": size} | counts
@@ -185,7 +192,8 @@ def divisor(seed: int | None = None) -> Case:
 def sampler(seed: int | None = None) -> Case:
     """Clues: ``size``; ``read`` {rank: numbers by epoch}; how many are ``seen`` in each epoch."""
     seed, drawn = seeded(seed)
-    P, epochs = drawn.randint(3, 4), 3
+    P = drawn.randint(3, 4)
+    epochs = 3
     size = 24 * P
     rank = drawn.randrange(P)
     other = (rank + 1) % P
@@ -214,7 +222,9 @@ def sampler(seed: int | None = None) -> Case:
 def buffers(seed: int | None = None) -> Case:
     """Clues, by rank: ``accuracy``, ``losses``, and the ``checksums`` of the last step."""
     seed, drawn = seeded(seed)
-    P, steps, size = 3, 30, 40
+    P = 3
+    steps = 30
+    size = 40
     rank, other = drawn.sample(range(P), 2)
     digits = load_dataset("digits")
     held_out = (digits.test_inputs.flatten(1), digits.test_targets)
@@ -254,7 +264,10 @@ def buffers(seed: int | None = None) -> Case:
 def link(seed: int | None = None) -> Case:
     """Clues: ``ms`` of single messages, {(from, to, bytes): ms}; the ``run``."""
     _, drawn = seeded(seed)
-    P, steps, few, many = 4, 3, 4, 400_000
+    P = 4
+    steps = 3
+    few = 4
+    many = 400_000
     first = drawn.randrange(P)
     is_late = drawn.random() < 0.5
     pair = {first, (first + 1) % P}
@@ -265,7 +278,8 @@ def link(seed: int | None = None) -> Case:
         ms |= ms_of_rank
     a, b = sorted(pair)
     c, d = sorted({*range(P)} - pair)
-    small, large = ms[a, b, few], ms[a, b, many]
+    small = ms[a, b, few]
+    large = ms[a, b, many]
     causes = ["a link has less bandwidth", "a link has a longer latency"]
     innocent = [
         f"there {many} bytes take {large:.0f} ms, and {few} bytes {small:.0f} ms as well",

@@ -164,7 +164,8 @@ def check_of(title: str, hides_program: bool = False) -> Callable[..., Verdict]:
     return lambda case, **answers: show_verdict(title, lambda: judge(case, answers))
 
 
-mismatch, drift = check_of("cases.mismatch"), check_of("cases.drift")
+mismatch = check_of("cases.mismatch")
+drift = check_of("cases.drift")
 straggler = check_of("cases.straggler")
 divisor = check_of("cases.divisor", hides_program=True)
 sampler = check_of("cases.sampler", hides_program=True)

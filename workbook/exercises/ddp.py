@@ -20,7 +20,9 @@ from workbook.exercises.grader.exercise import random_tensor, with_parameters
 
 # Every parameter's size is divisible by every P, so that one ring for all of them sends the same
 # number of bytes as one for each.
-_FEATURES, _HIDDEN, _CLASSES = 4, 12, 12
+_FEATURES = 4
+_HIDDEN = 12
+_CLASSES = 12
 _SAMPLES = 5, 3, 2
 
 

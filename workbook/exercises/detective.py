@@ -26,7 +26,8 @@ HOSTS, RANKS_PER_HOST = 2, 2
 WORLD_SIZE = HOSTS * RANKS_PER_HOST
 # Nothing is printed for this long: the run stands still. (A step takes milliseconds.)
 _QUIET_S = 1.0
-_ANSWER_S, _AGAIN_S = 20.0, 0.3
+_ANSWER_S = 20.0
+_AGAIN_S = 0.3
 # PyTorch's name of the default process group.
 _DEFAULT_GROUP = "0"
 # The fields of an entry of the recorder that are shown: not its times, threads and process.

@@ -24,8 +24,11 @@ from labkit.engine.comm.comm import Comm
 from workbook.exercises.grader import Case, Check, Wrong, judged
 from workbook.exercises.grader.compare import plain, short
 
-_FEATURES, _CLASSES = 4, 3
-_LR, _EPOCHS, _BATCH_SIZE = 0.1, 2, 3
+_FEATURES = 4
+_CLASSES = 3
+_LR = 0.1
+_EPOCHS = 2
+_BATCH_SIZE = 3
 
 
 def _samples(case: Case) -> TensorDataset:
@@ -177,7 +180,8 @@ def semantics(fn: Callable, gradients: str, statistics: str) -> Wrong | None:
     a share is a list of samples, numbers, each of which is its own gradient. It returns how far
     the weight has moved, and each replica's running mean.
     """
-    lr, momentum = random.uniform(0.1, 0.9), random.uniform(0.1, 0.9)
+    lr = random.uniform(0.1, 0.9)
+    momentum = random.uniform(0.1, 0.9)
     answer = plain(fn(step_of(gradients, statistics, lr, momentum)))
     if isinstance(answer, list):
         answer = [" ".join(x.lower().split()) if isinstance(x, str) else x for x in answer]

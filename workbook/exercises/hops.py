@@ -19,7 +19,8 @@ from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.exercise import with_parameters
 
-_SAMPLES, _WIDTH = 5, 4
+_SAMPLES = 5
+_WIDTH = 4
 
 
 def _stages(count: int) -> nn.Sequential:

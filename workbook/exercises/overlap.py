@@ -173,10 +173,14 @@ def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | N
 
 # Samples of the global batch: with the second number some parameters are not used. As many a rank
 # are drawn, through layers whose backward takes about as long as their gradients on the link.
-_ALL_USED, _SOME_UNUSED, _DRAWN = 11, 7, 256
-_WIDTH, _LAYERS = 512, 6
+_ALL_USED = 11
+_SOME_UNUSED = 7
+_DRAWN = 256
+_WIDTH = 512
+_LAYERS = 6
 _LINK = EmulatedLink(0.001, 125e6)
-_FEATURES, _CLASSES = 4, 3
+_FEATURES = 4
+_CLASSES = 3
 # No two buckets have equally many elements, so a start tells which bucket it is.
 _ELEMENTS = [sum(torch.Size(_SHAPES[i]).numel() for i in bucket) for bucket in _BUCKETS]
 

@@ -50,7 +50,8 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     sample.
     """
     # All targets of a batch differ, so that each sample can be told.
-    inputs, targets = random_tensor(count, n, *shape), torch.randperm(n)
+    inputs = random_tensor(count, n, *shape)
+    targets = torch.randperm(n)
     returned = plain(fn(inputs.clone(), targets.clone(), count))
     try:
         parts = [(x, y, weight) for x, y, weight in returned]

@@ -79,7 +79,8 @@ _DUMBBELL = _profile(
     *("dumbbell", (2, 6, 12, 60), (1, 16, 8, 80), (3, 200, 12, 70), (4, 180, 8, 90)),
     *((3, 220, 12, 60), (1, 12, 8, 70), (2, 70, 16, 50), (1, 8, 4, 60), (1, 2, 8, 60)),
 )
-_NEAR, _FAR = Link(1e-4, 1e-8), Link(2e-2, 1e-7)
+_NEAR = Link(1e-4, 1e-8)
+_FAR = Link(2e-2, 1e-7)
 
 
 def _slowest_stage_s(_: Callable, *given: Any) -> float:

@@ -30,7 +30,8 @@ from workbook.exercises.grader.exercise import Found
 
 TOGETHER, ONE_DIES, IN_TURN = range(3)
 # So many operations of each process are made step by step, and each waits so long at most.
-_STEPS, _STEP_S = 6, 0.3
+_STEPS = 6
+_STEP_S = 0.3
 # A process comes when those before it wait or have ended, but after this time at the latest.
 _TURN_S = 2.0
 # A process waits this long for a key: the others need some milliseconds to set it.
@@ -47,8 +48,10 @@ class SharedStore(dist.Store):
 
     def __init__(self, real: dist.Store, comm: Comm, after_use: Callable, before_wait: Callable):
         super().__init__()
-        self._real, self._comm = real, comm
-        self._after_use, self._before_wait = after_use, before_wait
+        self._real = real
+        self._comm = comm
+        self._after_use = after_use
+        self._before_wait = before_wait
         self.keys = set[str]()
         self.never_set = ""
 
@@ -74,10 +77,12 @@ class SharedStore(dist.Store):
         self._after_use()
         return result
 
-    get, set = partialmethod(_use, "get"), partialmethod(_use, "set")
+    get = partialmethod(_use, "get")
+    set = partialmethod(_use, "set")
     add = partialmethod(_use, "add")
     compare_set = partialmethod(_use, "compare_set")
-    check, wait = partialmethod(_use, "check"), partialmethod(_use, "wait")
+    check = partialmethod(_use, "check")
+    wait = partialmethod(_use, "wait")
     delete_key = partialmethod(_use, "delete_key")
     num_keys = partialmethod(_use, "num_keys")
 

@@ -24,7 +24,8 @@ from labkit.schedules.ring import chunk_bounds, owned_chunk
 from workbook.exercises.grader import Case, Check, Target, Wrong, judged, solved
 from workbook.exercises.grader.held_memory import PeakBytes
 
-LR, MOMENTUM = 0.1, 0.9
+LR = 0.1
+MOMENTUM = 0.9
 # Elements by layer: neither divides by all P.
 _LAYERS = 10, 7, 12, 5, 9
 
@@ -252,7 +253,8 @@ class _Allocations(PeakBytes):
 def _forward(fn: Callable, comm: Comm, case: Case, shards: list[Tensor], inputs: Tensor) -> Any:
     """Note the layers held while another one works, and when the next one's tensor is made."""
     alive = _Alive()
-    held, at_work = [], []
+    held = []
+    at_work = []
     messages_before = comm.messages
 
     def note_held(when: str, but: int = -1) -> None:

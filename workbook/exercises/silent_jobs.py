@@ -23,7 +23,8 @@ from workbook.exercises.cases import Case, case_of, with_torch_seed
 from workbook.exercises.grader.exercise import random_tensor
 from workbook.exercises.programs import silent
 
-_POSITIONS, _SEQUENCES = 12, 4
+_POSITIONS = 12
+_SEQUENCES = 4
 _MATRICES = ("gate", "key", "query", "up", "value")
 
 
@@ -33,7 +34,10 @@ def tokens(seed: int) -> Case:
     ``gradients`` of step 0: "one device", "used", and by rank "own" and "of its tokens at once".
     """
     drawn = random.Random(seed)
-    P, parts, steps, usual = 3, 2, 8, 24
+    P = 3
+    parts = 2
+    steps = 8
+    usual = 24
     few = drawn.choice([6, 8, 12])
     rank = drawn.randrange(P)
     is_rank = drawn.random() < 0.5
@@ -105,7 +109,9 @@ def blocks(seed: int) -> Case:
     ``lengths``: of the gradient of each rank's part, relative to that of one device.
     """
     drawn = random.Random(seed)
-    P, width, hidden = drawn.choice([2, 3]), 6, 12
+    P = drawn.choice([2, 3])
+    width = 6
+    hidden = 12
     is_lost = drawn.random() < 0.5
     fault = "sine" if is_lost else "square"
     kinds = drawn.sample(["tanh", "gate", "softplus", fault], 4)

@@ -110,7 +110,8 @@ def accumulate(fn: Callable, n: int, most: int) -> Wrong | None:
     ``inputs`` [n, 6], ``targets`` [n]. ``grad`` of each parameter has to be the gradient of the
     mean cross-entropy over all n; a micro-batch has ``most`` samples at most.
     """
-    inputs, targets = random_tensor(n, n, 6).double(), torch.arange(n) ** 2 % 3
+    inputs = random_tensor(n, n, 6).double()
+    targets = torch.arange(n) ** 2 % 3
     layers = _model()
     order = []  # F for each forward, B for each backward
     sizes = []

@@ -106,11 +106,15 @@ class Board:
         self.world_size = world_size
         self.memory = bytearray(self.num_bytes(world_size)) if memory is None else memory
         fields = np.frombuffer(self.memory, _layout(world_size), count=1)[0]
-        self.ranks, self.edges, self.wanted = fields["ranks"], fields["edges"], fields["wanted"]
+        self.ranks = fields["ranks"]
+        self.edges = fields["edges"]
+        self.wanted = fields["wanted"]
         # A store into a column takes a fraction of the time of a store into a field of a row.
         self._columns = {name: self.ranks[name] for name in RANK.names or ()}
-        self.collectives, self.announced = self._columns["collectives"], self._columns["announced"]
-        self.counts, self.posted_s = self.edges["count"], self.edges["posted_s"]
+        self.collectives = self._columns["collectives"]
+        self.announced = self._columns["announced"]
+        self.counts = self.edges["count"]
+        self.posted_s = self.edges["posted_s"]
         self.what = self.edges["what"]
 
     @staticmethod
@@ -213,7 +217,8 @@ class Board:
     def progress(self, rank: int, done: int, total: int, label: str, samples: int = 0) -> None:
         slot = self.ranks[rank]
         slot["label"] = label.encode()
-        slot["done"], slot["total"] = done, total
+        slot["done"] = done
+        slot["total"] = total
         slot["samples"] += samples
 
     # Read by the ranks

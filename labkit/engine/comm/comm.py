@@ -164,14 +164,16 @@ class Comm:
         All ranks of a ring may call it at the same time without a deadlock. Counts 1 message.
         Raises the errors of ``recv``, and ValueError if the two tensors share memory.
         """
-        outgoing, incoming = to_send(send, self.device), to_receive(recv, self.device)
+        outgoing = to_send(send, self.device)
+        incoming = to_receive(recv, self.device)
         if overlap(send, recv):
             raise ValueError(
                 f"rank {self.rank} cannot exchange {describe(send)} for {describe(recv)}, which "
                 "share memory: the incoming values would overwrite values that are not sent yet. "
                 "Receive into a new tensor (torch.empty_like), or send a copy (.clone())"
             )
-        dst, src = self._peer(dst, "send to"), self._peer(src, "receive from")
+        dst = self._peer(dst, "send to")
+        src = self._peer(src, "receive from")
         with self.session.operation("exchange", sent=(dst, send), expected=(src, recv)):
             self.transport.exchange(outgoing, dst, incoming, src)
         return deliver(incoming, recv)
@@ -307,7 +309,8 @@ class SubComm(Comm):
         self.rank, self.world_size = ranks.index(comm.rank), len(ranks)
         self.device = comm.device
         self.hosts = (tuple(range(self.world_size)),)
-        self.transport, self.session = comm.transport, comm.session
+        self.transport = comm.transport
+        self.session = comm.session
         self._comm = comm
         self._ranks = ranks
         self._phase = phase

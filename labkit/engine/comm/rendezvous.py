@@ -149,7 +149,8 @@ class HostsTransport(Transport):
     """
 
     def __init__(self, near: SharedTransport, far: TorchTransport, neighbors: Sequence[int]):
-        self.near, self.far = near, far
+        self.near = near
+        self.far = far
         self.neighbors = frozenset(neighbors)
         self.sent = near.sent = far.sent
 

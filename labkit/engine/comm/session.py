@@ -214,7 +214,8 @@ class Session:
         others at once: all messages are one. It is one span, ``all_reduce``.
         """
         sent = self.transport.sent if dst is None else self.transport.sent.to[dst]
-        messages_before, bytes_before = sent.messages, sent.num_bytes
+        messages_before = sent.messages
+        bytes_before = sent.num_bytes
         timer = self.recorder.timer
         start = timer.mark()
         with self.joint_operation(name):

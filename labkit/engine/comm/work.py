@@ -203,7 +203,8 @@ class WorkQueue(threading.Thread):
         self.timeout_s = timeout_s
         self._comm = comm
         self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
-        self._adding, self._working = threading.Lock(), threading.Lock()
+        self._adding = threading.Lock()
+        self._working = threading.Lock()
         self._num_queued = 0
         # The operation under way, and in which thread.
         self.under_way: Work | None = None

@@ -75,7 +75,8 @@ class Rows:
         for rank, data in enumerate(self._store.multi_get(self._keys)):
             number = int.from_bytes(data[:8])
             if number != self.numbers[rank]:
-                self.numbers[rank], self.read_s[rank] = number, time.monotonic()
+                self.numbers[rank] = number
+                self.read_s[rank] = time.monotonic()
                 self.board.unpack(rank, data[8:])
         return True
 
@@ -87,13 +88,15 @@ class Watch:
     """
 
     def __init__(self, comm: Comm, store: Any):
-        self._rank, self._size = comm.rank, comm.world_size
+        self._rank = comm.rank
+        self._size = comm.world_size
         self._hosts = comm.session.hosts
         self._host = next(host for host, ranks in enumerate(self._hosts) if comm.rank in ranks)
         self._board = comm.session.board
         self._store = store
         self._rows = Rows(store, comm.world_size)
-        self._looks, self._looked_s = 0, time.monotonic()
+        self._looks = 0
+        self._looked_s = time.monotonic()
         self._candidate: object = None
         self._candidate_numbers: list[int] = []
         self.error: WorkerError | None = None
@@ -149,12 +152,14 @@ class Watch:
         """Wait until all have heard: with the first that ends torchrun ends others of its host."""
         self._board.ranks[self._rank]["state"] = LEFT
         with contextlib.suppress(RuntimeError):
-            count, came_s = self._store.add(_ENDING, 1), time.monotonic()
+            count = self._store.add(_ENDING, 1)
+            came_s = time.monotonic()
             while count < self._size and time.monotonic() - came_s < _NOBODY_S:
                 time.sleep(_TICK_S / 10)
                 new_count = self._store.add(_ENDING, 0)
                 if new_count != count:
-                    count, came_s = new_count, time.monotonic()
+                    count = new_count
+                    came_s = time.monotonic()
 
     # In the thread
 
@@ -184,7 +189,8 @@ class Watch:
         now_s = time.monotonic()
         looks = self._store.add(_LOOKS, 0)
         if looks != self._looks:
-            self._looks, self._looked_s = looks, now_s
+            self._looks = looks
+            self._looked_s = now_s
         if self._rank > 0 and now_s - self._looked_s < _SILENT_S:
             return
         self._looks = self._store.add(_LOOKS, 1)
@@ -224,7 +230,8 @@ class Watch:
             return None
         candidate = (mismatch, stuck, board.ranks["ticks"].tolist())
         if candidate != self._candidate:
-            self._candidate, self._candidate_numbers = candidate, list(numbers)
+            self._candidate = candidate
+            self._candidate_numbers = list(numbers)
             return None
         # The second row from then on was begun after that look: so at its moment nobody moved.
         for rank in range(self._size):

@@ -137,9 +137,11 @@ class Recorder:
             # A thread that Python has not started, inside a backward, is autograd's.
             is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
             if is_foreign and sys.modules["torch"]._C._current_graph_task_id() >= 0:
-                self._open.stack, self._open.lane = self._first_stack, 0
+                self._open.stack = self._first_stack
+                self._open.lane = 0
             else:
-                self._open.stack, self._open.lane = [], next(self._lanes)
+                self._open.stack = []
+                self._open.lane = next(self._lanes)
             self._open.call = None
         return self._open.stack
 

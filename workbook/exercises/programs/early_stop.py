@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-STEPS, DIMENSION = 12, 1000
+STEPS = 12
+DIMENSION = 1000
 TIMEOUT_S = 5.0
 
 
