@@ -170,8 +170,8 @@ def gather(fn: Callable, samples: list[int]) -> Wrong | None:
 _SHAPES = ((4,), (4,), (2, 3), (4,), (), (1,))
 
 
-def _gaps_in_words(there: str) -> str:
-    words = there.split()
+def _gaps_in_words(devices_with_gradient: str) -> str:
+    words = devices_with_gradient.split()
     return f"{len(words[0])} devices and {len(words)} parameters"
 
 
@@ -181,13 +181,13 @@ def _gaps_in_words(there: str) -> str:
     ("yyyyy -y-yy yy-yy ----- ---y- yyyyy",),
     in_words=_gaps_in_words,
 )
-def reduce(fn: Callable, there: str) -> Wrong | None:
+def reduce(fn: Callable, devices_with_gradient: str) -> Wrong | None:
     """Grade ``fn(gradients)``: by device, by parameter -> the sums over the devices, by parameter.
 
     If it is None on all devices, so is the sum. The gradients of devices 1 and up must not change.
-    ``there`` says by parameter which devices have a gradient.
+    ``devices_with_gradient`` says by parameter which devices have a gradient.
     """
-    words = there.split()
+    words = devices_with_gradient.split()
     num_devices = len(words[0])
     by_device: list[list] = [[] for _ in range(num_devices)]
     totals = []

@@ -183,9 +183,9 @@ def _read(
     }
     first = begin(min(called) for called in calls.values())
     for number in range(first, end(max(called) for called in calls.values()) + 1):
-        found = [called.get(number) for called in calls.values()]
-        for rank, call in zip(calls, found):
-            if call != found[0] if first_is_right else found.count(call) == 1:
+        calls_of_number = [called.get(number) for called in calls.values()]
+        for rank, call in zip(calls, calls_of_number):
+            if call != calls_of_number[0] if first_is_right else calls_of_number.count(call) == 1:
                 return rank, number
     return None
 

@@ -125,11 +125,11 @@ def _ported(fn: Callable, comm: Comm, case: Case) -> list | Wrong:
     state = _flat(model.state_dict().values())
     if not saved:
         return [state, losses, None, None]
-    again, optimizer = _training(0, case, 1)
+    resumed_model, optimizer = _training(0, case, 1)
     try:
-        again.load_state_dict(saved[-1]["model"])
+        resumed_model.load_state_dict(saved[-1]["model"])
         optimizer.load_state_dict(saved[-1]["optimizer"])
-        return [state, losses, *_left(again, optimizer)]
+        return [state, losses, *_left(resumed_model, optimizer)]
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return Wrong(f"training cannot go on from what it saves: {text:.200}")

@@ -130,11 +130,11 @@ def kept(experts: list[int], num_experts: int, most: int) -> list[int]:
 
     ``experts[i]`` is the expert of choice i; each takes at most ``most``, the first ones.
     """
-    taken = [0] * num_experts
+    num_taken = [0] * num_experts
     indices = []
     for index, expert in enumerate(experts):
-        if taken[expert] < most:
-            taken[expert] += 1
+        if num_taken[expert] < most:
+            num_taken[expert] += 1
             indices.append(index)
     return indices
 

@@ -54,8 +54,8 @@ def _form_quorum(
         return [], []
     if not healthy or len(voters if needs_voters and last else healthy) < min_replicas:
         return [], []
-    asked = answers if asks_unhealthy else healthy
-    newest = max(answers[replica][1] for replica in asked)
+    replicas_asked = answers if asks_unhealthy else healthy
+    newest = max(answers[replica][1] for replica in replicas_asked)
     leading = [replica for replica in healthy if answers[replica][1] == newest]
     return leading, [replica for replica in healthy if replica not in leading]
 

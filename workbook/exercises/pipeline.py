@@ -216,9 +216,9 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
                     f"{text}and {order}, but messages arrive in the order in which they are sent"
                 )
     for stage, stream in enumerate(streams):
-        for place, action in enumerate(stream):
+        for position, action in enumerate(stream):
             forward = Action("forward", action.micro_batch)
-            if action.kind == "backward" and forward not in stream[:place]:
+            if action.kind == "backward" and forward not in stream[:position]:
                 return f"stage {stage} runs {_listed(stream)}\n{action} needs {forward} before it"
         expected = list(schedules.one_f_one_b(stage, len(streams), M))
         if [action.kind for action in stream] != [action.kind for action in expected]:
@@ -230,7 +230,7 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
             if held > most:
                 return f"{text}it holds {held} micro-batches at once, where {most} are enough"
             kinds = zip(stream, expected, strict=True)
-            first = next(n for n, (own, one) in enumerate(kinds) if own.kind != one.kind)
+            first = next(n for n, (own, right) in enumerate(kinds) if own.kind != right.kind)
             text += f"after {_listed(stream[:first])} a {expected[first].kind} can run, and other"
             return f"{text} stages wait for it"
     return None

@@ -196,9 +196,9 @@ def muon(seed: int) -> Case:
     (device,) = run(silent.muon, *job, 6, world_size=1, device="cpu").values
     changes = {}
     gradients = {}
-    for who, log in ((f"{P} ranks", ranks[0]), ("one device", device)):
-        changes[who] = _matrices(weights, log[0]["weights"] - start)
-        gradients[who] = _matrices(weights, log[0]["gradient"])
+    for run_name, log in ((f"{P} ranks", ranks[0]), ("one device", device)):
+        changes[run_name] = _matrices(weights, log[0]["weights"] - start)
+        gradients[run_name] = _matrices(weights, log[0]["gradient"])
     found, right = changes.values()
     off = {name: apart(found[name], right[name]) for name in weights}
     worst = max(divided, key=lambda name: off[name])

@@ -163,8 +163,8 @@ def _loss(rank: int, case: Case, own_maximum: bool = False) -> list[Any]:
     logits, targets = _logits(case)
     start, end = _classes(case, rank)
     highest = torch.zeros_like(logits)
-    for each in range(case.world_size if own_maximum else 0):
-        part = slice(*_classes(case, each))
+    for peer in range(case.world_size if own_maximum else 0):
+        part = slice(*_classes(case, peer))
         highest[:, part] = logits[:, part].amax(dim=1, keepdim=True)
     shifted = (logits - highest).requires_grad_()
     loss = functional.cross_entropy(shifted, targets)
