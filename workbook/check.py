@@ -13,7 +13,6 @@ from workbook.exercises import (
     backend,
     cases,
     choosing,
-    collectives,
     compressed,
     coordinator,
     data_parallel,
@@ -38,12 +37,11 @@ from workbook.exercises import (
     staleness,
     step,
     tensor_parallel,
-    tree,
 )
 from workbook.exercises.grader import Case, Exercise, Target, Verdict, grade
 
 __all__ = ["Case", "Exercise", "Target", "Verdict", "grade"]
-__all__ += ["backend", "cases", "choosing", "collectives", "compressed", "coordinator"]
+__all__ += ["backend", "cases", "choosing", "compressed", "coordinator"]
 __all__ += ["data_parallel", "ddp", "detective", "elsewhere", "experts", "failures", "fairness"]
 __all__ += [
     "hops",
@@ -56,4 +54,3 @@ __all__ += [
     "placement",
 ]
 __all__ += ["puzzles", "rendezvous", "ring", "sharded", "staleness", "step", "tensor_parallel"]
-__all__ += ["tree"]

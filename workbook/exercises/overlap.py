@@ -1,6 +1,6 @@
 """Page 03: communication that goes on beside backward.
 
-``in_order`` and ``finish`` are pieces, ``backward`` puts them together. No check looks at a clock:
+``in_order`` is a piece of ``backward``. No check looks at a clock:
 an all-reduce overlaps if it was started before the last gradient was there, and waited for after
 it. Symbols: P ranks, B samples in the global batch.
 """
@@ -23,9 +23,8 @@ from labkit.engine.comm.work import work_queue_of
 from labkit.schedules.bucket_assignment import MIB, assign_buckets
 from workbook.exercises.ddp import gradients_left
 from workbook.exercises.grader import Case, Check, Wrong, judged
-from workbook.exercises.grader.compare import agree, beside, plain, short
+from workbook.exercises.grader.compare import agree, plain, short
 from workbook.exercises.grader.exercise import Found, random_tensor
-from workbook.exercises.grader.judge_values import in_words, made_of
 
 # Buckets, and by rank the order in which the gradients get ready; one may never get ready.
 _ORDERS = (
@@ -127,48 +126,6 @@ def _flat(tensors: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
 def _left(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """The gradients of the parameters; zeros where there is none."""
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-
-
-@judged(
-    "parameters, buckets, flats, handles, batch_size",
-    *((7, _BUCKETS), (12, [[7], [6, 5, 4, 3], [2, 1, 0]])),
-)
-def finish(fn: Callable, batch_size: int, buckets: list[list[int]]) -> Wrong | None:
-    """Grade ``fn(parameters, buckets, flats, handles, batch_size)``: wait, divide, copy back.
-
-    ``handles[b].wait()`` brings the sum over the ranks into ``flats[b]``. At the end each
-    parameter's ``grad`` is its piece of that, over B. Parameter 0 got no gradient on this rank.
-    """
-    parameters = _parameters()
-    for parameter in parameters[1:]:
-        parameter.grad = torch.randn_like(parameter)
-    flats = [_flat(_left(parameters), bucket) for bucket in buckets]
-    remote = [torch.randn_like(flat) for flat in flats]
-    handles = list(map(lambda flat, tensor: _AllReduce(flat, [tensor]), flats, remote))
-    fn(parameters, buckets, flats, handles, batch_size)
-    for b, handle in enumerate(handles):
-        if handle.waited_at is None:
-            return Wrong(f"handles[{b}].wait() was not called: flats[{b}] may be this rank's own")
-    gradients = gradients_left(parameters, before=_parameters())
-    if isinstance(gradients, Wrong):
-        return gradients
-    for bucket, handle, remote_sum in zip(buckets, handles, remote):
-        total = handle.local + remote_sum
-        gradient = _flat(_left(parameters), bucket)
-        expected = total / batch_size
-        if not agree(gradient, expected):
-            text = f"the gradients of parameters {bucket} are {beside(gradient, expected)}"
-            parts = {"the sum over the ranks": total, "this rank's own gradients": handle.local}
-            if agree(gradient, total):
-                text += f"\nthey are not divided by {batch_size} after the wait"
-            elif agree(gradient * batch_size, handle.local):
-                text += "\nflats[b] holds the sum only after wait(): these are this rank's own"
-            elif factors := made_of(gradient * batch_size, parts):
-                text += f"\nthey are ({in_words(factors)}) / {batch_size}"
-            elif agree(gradient.sort().values, expected.sort().values):
-                text += "\nthe pieces are not in the order of the bucket"
-            return Wrong(text)
-    return None
 
 
 # Samples of the global batch: with the second number some parameters are not used. As many a rank

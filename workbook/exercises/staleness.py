@@ -18,7 +18,7 @@ from torch import Tensor
 from labkit.engine.comm.comm import Comm
 from labkit.schedules.staleness import StalenessTracker, can_keep_bound
 from workbook.exercises.grader import Case, Check, Target, solved
-from workbook.exercises.grader.compare import agree, beside, plain, short
+from workbook.exercises.grader.compare import beside
 from workbook.exercises.grader.exercise import Found
 
 Event = tuple[str, int]
@@ -127,10 +127,10 @@ def _one_message_per_push(rank: int, case: Case) -> Target:
 def _serve_and_work(
     fn: Callable, comm: Comm, parameters: Tensor, num_updates: int, pause_s: float, plan: _Plan
 ) -> list:
-    """Rank 0: the result of ``fn``, and the parameters at the end. A worker: its pulls."""
+    """Rank 0: the parameters at the end. A worker: its pulls."""
     if comm.rank == 0:
-        books = plain(fn(comm, parameters, num_updates))
-        return [books, parameters.tolist()]
+        fn(comm, parameters, num_updates)
+        return parameters.tolist()
     token = torch.empty(0)
     *first_workers, last = plan.workers
     if comm.rank == last and not pause_s:
@@ -154,7 +154,7 @@ def _serve_and_work(
 def _judge_server(case: Case, values: list[Any]) -> Found:
     plan = _Plan(case)
     workers = range(1, case.world_size)
-    _, end = values[0]
+    end = values[0]
     expected = [-plan.steps[worker] * plan.pushes[worker] for worker in workers]
     if end != expected:
         text = f"the parameters end as {beside(end, expected)}"
@@ -201,64 +201,3 @@ push = _check(
 )
 # The same for any worker that comes.
 server = _check("staleness.server", judge=_judge_server, drawn_size=1)
-
-
-# A sentence -> the divisor of a gradient, by its staleness; "": the right one.
-_DIVISORS = {
-    "": lambda late: 1 + late,
-    "divide each gradient by 1 + its staleness": lambda late: 1,
-    "divide by 1 + the staleness, not by the staleness": lambda late: max(1, late),
-    "divide by 1 + the staleness, do not multiply by it": lambda late: 1 / (1 + late),
-}
-
-
-def _judge_smaller_steps(case: Case, values: list[Any]) -> Found:
-    plan = _Plan(case)
-    workers = range(1, case.world_size)
-    books, end = values[0]
-    rows = books if isinstance(books, list) else [None]
-    if not all(isinstance(row, list) and len(row) == 2 for row in rows):
-        return f"expected a list of (worker, staleness), got {short(books)}"
-    served = [worker for worker, _ in rows]
-    expected = []
-    for worker in workers:
-        expected += [worker] * plan.pushes[worker]
-    if sorted(served) != expected:
-        return f"the list names the workers {served}: every push has to be in it, once"
-    tracker = StalenessTracker(workers)
-    for worker in served:
-        tracker.push(worker)
-        tracker.apply(worker)
-        tracker.pull(worker)
-    # The parameters [W] after each update, by way to divide.
-    histories = {}
-    for sentence, divisor in _DIVISORS.items():
-        parameters = [0.0] * len(workers)
-        histories[sentence] = []
-        for worker, late in tracker.updates:
-            parameters[worker - 1] -= plan.steps[worker] / divisor(late)
-            histories[sentence].append([*parameters])
-    history = histories.pop("")
-    # And by worker those after its own.
-    pulls = [[] for _ in range(case.world_size)]
-    for worker, parameters in zip(served, history):
-        pulls[worker].append(parameters)
-    pairs: dict[str, tuple[Any, list]] = {
-        "the list says": (books, [list(update) for update in tracker.updates]),
-        "the parameters end as": (end, history[-1]),
-    }
-    for worker in workers:
-        pairs[f"after its pushes worker {worker} pulls"] = (values[worker], pulls[worker])
-    for name, (value, expected) in pairs.items():
-        if not agree(value, expected):
-            text = f"{name} {beside(value, expected)} for the order of pushes {served}"
-            own = [[w, late + (w in served[:n])] for n, (w, late) in enumerate(tracker.updates)]
-            if value is books and agree(books, own):
-                return f"{text}\na worker pulls after its own update, and is not late by it"
-            causes = [sentence for sentence, past in histories.items() if agree(end, past[-1])]
-            return "\n".join([text, *causes[: value is end]])
-    return None
-
-
-# Each push subtracts gradient / (1 + its staleness); returned are (worker, staleness) by push.
-smaller_steps = _check("staleness.smaller_steps", judge=_judge_smaller_steps)

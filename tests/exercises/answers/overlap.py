@@ -38,36 +38,12 @@ def as_they_fill(buckets, start):
     return ready
 
 
-# finish(parameters, buckets, flats, handles, batch_size)
-
-
 def finishes(parameters, buckets, flats, handles, batch_size):
     for bucket, flat, handle in zip(buckets, flats, handles):
         handle.wait()
         pieces = (flat / batch_size).split([parameters[i].numel() for i in bucket])
         for index, piece in zip(bucket, pieces):
             parameters[index].grad = piece.view_as(parameters[index])
-
-
-def leaves_rows(parameters, buckets, flats, handles, batch_size):
-    """Gradients of another shape than their parameters."""
-    finishes(parameters, buckets, flats, handles, batch_size)
-    for parameter in parameters:
-        parameter.grad.data = parameter.grad.flatten()
-
-
-def waits_for_the_first(parameters, buckets, flats, handles, batch_size):
-    handles[0].wait()
-    finishes(parameters, buckets, flats, handles[:1] * len(handles), batch_size)
-
-
-def makes_the_update(parameters, buckets, flats, handles, batch_size):
-    finishes(parameters, buckets, flats, handles, batch_size)
-    torch.optim.SGD(parameters, lr=0.1).step()
-
-
-def never_divides(parameters, buckets, flats, handles, batch_size):
-    finishes(parameters, buckets, flats, handles, 1)
 
 
 # backward(loss, parameters, buckets, start, batch_size)
@@ -110,11 +86,6 @@ ANSWERS = [
             as_they_fill,
             lambda buckets, start: in_order(buckets[::-1], start),
         ],
-    ),
-    Answers(
-        check.overlap.finish,
-        [finishes],
-        [waits_for_the_first, makes_the_update, never_divides, leaves_rows],
     ),
     Answers(
         check.overlap.backward,

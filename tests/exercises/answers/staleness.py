@@ -57,22 +57,6 @@ def push(comm, parameters, worker, answer=lambda p, g: p):
     comm.send(answer(parameters, gradient), worker)
 
 
-# smaller_steps(comm, parameters, num_updates)
-
-
-def gentle(comm, parameters, num_updates, factor=lambda late: 1 / (1 + late), said=0):
-    gradient, workers = torch.empty_like(parameters), workers_of(comm)
-    pulled, books = dict.fromkeys(workers, 0), []
-    for version in range(num_updates):
-        worker = comm.recv_any(gradient, workers)
-        late = version - pulled[worker]
-        parameters.sub_(factor(late) * gradient)
-        comm.send(parameters, worker)
-        pulled[worker] = version + 1
-        books.append((worker, late + said))
-    return books
-
-
 ANSWERS = [
     Answers(
         check.staleness.bookkeeping,
@@ -105,10 +89,5 @@ ANSWERS = [
             partial(push, answer=lambda p, g: g),
             partial(push, answer=lambda p, g: p + g),
         ],
-    ),
-    Answers(
-        check.staleness.smaller_steps,
-        [gentle],
-        [partial(gentle, factor=lambda late: 1.0), partial(gentle, said=1), serve],
     ),
 ]
