@@ -1,4 +1,4 @@
-"""Page 08, with ranks: a stage's forward and its backward, each with its hops.
+"""Page 08, with ranks: a stage's forward with its hops, its backward, and branches.
 
 Symbols: P ranks and stages, n samples. The input and the output of every stage are [n, 4], so that
 a wrong tensor can be received, too, and told from the right one.
@@ -8,11 +8,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from labkit.engine.comm.comm import Comm
+from labkit.workload.layers import EmulatedLayer
 from workbook.exercises.grader import Case, Check, Target, Wrong
 from workbook.exercises.grader.exercise import with_parameters
 
@@ -132,4 +135,72 @@ backward = _check(
             partial(_gradients, sends="what came")
         ),
     },
+)
+
+
+def _network(P: int) -> tuple[list[nn.Sequential], nn.Sequential]:
+    """P towers and the head."""
+    head = with_parameters(nn.Sequential(nn.Linear(_WIDTH, _WIDTH)), 71)
+    return [_stage(tower).append(EmulatedLayer(0.0, 0.002)) for tower in range(P)], head
+
+
+def _batch(case: Case) -> tuple[Tensor, Tensor]:
+    n = case.size or _SAMPLES
+    return case.random(41, n, _WIDTH), torch.arange(n) % _WIDTH
+
+
+def _branch_gradients(rank: int, case: Case) -> list[Tensor | None]:
+    """The gradients of a tower, and on rank 0 of the head, on one device."""
+    towers, head = _network(case.world_size)
+    inputs, targets = _batch(case)
+    joined = torch.stack([tower(inputs) for tower in towers]).sum(0)
+    functional.cross_entropy(head(joined), targets).backward()
+    return _gradients_on(rank, towers[rank], head)
+
+
+def _gradients_on(rank: int, tower: nn.Module, head: nn.Module) -> list[Tensor | None]:
+    parameters = list(tower.parameters())
+    if rank == 0:
+        parameters += head.parameters()
+    return [parameter.grad for parameter in parameters]
+
+
+def _branches(fn: Callable, comm: Comm, case: Case) -> list[Any]:
+    """The gradients on a rank, and a sentence on tower 0 where the others wait for it."""
+    towers, head = _network(comm.world_size)
+    tower = towers[comm.rank]
+    calls_before = list[int]()  # before the tower's forward, and before its backward
+    start = comm.operations
+
+    def watch(module: nn.Module, args: tuple, output: Tensor) -> None:
+        calls_before.append(comm.operations - start)
+        output.register_hook(lambda gradient: calls_before.append(comm.operations - start))
+
+    tower.register_forward_hook(watch)
+    fn(comm, tower, None if comm.rank else head, *_batch(case))
+    calls = comm.operations - start
+    # Forward before all calls, backward after them: the towers run at the same time.
+    late = None
+    if len(calls_before) == 2 and comm.rank == 0 and calls_before != [0, calls]:
+        forward, backward = calls_before
+        late = f"tower 0 goes forward after {forward} and backward after {backward} of rank 0's"
+        late += f" {calls} calls of comm, expected 0 and {calls}: the other towers wait for it"
+    return [*_gradients_on(comm.rank, tower, head), late]
+
+
+def _branch_target(rank: int, case: Case) -> Target:
+    """One message per tower and direction, between its rank and rank 0."""
+    peers = frozenset(range(1, case.world_size)) if rank == 0 else frozenset([0])
+    size = 4 * (case.size or _SAMPLES) * _WIDTH
+    return Target(len(peers), len(peers) * size, 2 * len(peers), peers)
+
+
+# The loss is cross_entropy(head(the sum of all towers' outputs), targets).
+branches = _check(
+    "hops.branches",
+    lambda rank, case: [*_branch_gradients(rank, case), None],
+    signature="comm, tower, head, inputs, targets",
+    call=_branches,
+    rule=lambda case, ranks: ranks[0].value[-1],
+    target=_branch_target,
 )

@@ -4,6 +4,7 @@ import copy
 
 import torch
 from graded import Answers, ends
+from torch.nn import functional
 
 from workbook import check
 
@@ -52,7 +53,48 @@ def to_the_first_stage(comm, entering, leaving):
     backward(comm, entering, leaving, to=0)
 
 
+def branches(comm, tower, head, inputs, targets, first=False, whole=False, scale=1):
+    """The join is a leaf; ``first`` receives first, ``whole`` goes through tower 0 at once."""
+    others = range(1, comm.world_size)
+    if comm.rank:
+        leaving = tower(inputs)
+        comm.send(leaving, 0)
+        leaving.backward(comm.recv(torch.empty_like(leaving), 0))
+        return
+    came = [torch.empty_like(inputs) for _ in others]
+    if first:
+        [comm.recv(one, rank) for one, rank in zip(came, others)]
+    leaving = tower(inputs)
+    if not first:
+        [comm.recv(one, rank) for one, rank in zip(came, others)]
+    came = [one.requires_grad_() for one in came]
+    mine = leaving if whole else leaving.detach().requires_grad_()
+    loss = functional.cross_entropy(head(torch.stack([mine, *came]).sum(0)), targets)
+    loss.backward()
+    for one, rank in zip(came, others):
+        comm.send(one.grad * scale, rank)
+    if not whole:
+        leaving.backward(mine.grad)
+
+
+def takes_turns(*args):
+    branches(*args, first=True)
+
+
+def backward_at_once(*args):
+    branches(*args, whole=True)
+
+
+def averages_towers(*args):
+    branches(*args, scale=0.5)
+
+
 ANSWERS = [
+    Answers(
+        check.hops.branches,
+        [branches],
+        [takes_turns, backward_at_once, averages_towers],
+    ),
     Answers(
         check.hops.forward,
         [yields_both],
