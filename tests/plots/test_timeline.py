@@ -45,6 +45,11 @@ class TestTimeline:
         figure = plots.timeline(of_ranks(*updates, *workers))
         assert legend_of(figure) == ["compute", "update"]
 
+    def test_of_more_than_four_kinds_two_that_belong_together_share_an_entry(self):
+        kinds = ("forward", "backward", "update", "share_reduce", "share_only", "wait")
+        entries = legend_of(plots.timeline(of_ranks(*(Span(0, kind, 0, 1) for kind in kinds))))
+        assert entries == ["forward, backward", "update", "share_reduce, share_only", "wait"]
+
     def test_the_caption_is_what_explain_says_of_the_time_that_is_drawn(self):
         spans = [replace(s, start_s=s.start_s + 0.005, end_s=s.end_s + 0.005) for s in SPANS]
         trace = of_ranks(*spans)

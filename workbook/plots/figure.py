@@ -17,10 +17,11 @@ from typing import Any
 import matplotlib.style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 
 from labkit.engine.files import write_atomically
 from labkit.units import format_number
-from workbook.plots.palette import GRID
+from workbook.plots.palette import GRID, PREDICTED
 
 WIDTH_IN = 8.5
 # An inch of the figure is 100 pixels on the page, so 10 points are 14 pixels. The picture itself
@@ -28,6 +29,13 @@ WIDTH_IN = 8.5
 PAGE_DPI = 100
 WIDTH_PX = WIDTH_IN * PAGE_DPI
 _PICTURE_DPI = 160
+# With more entries than that in a legend, two that belong together share one.
+_MOST_ENTRIES = 4
+_PAIRS = (
+    ("forward", "backward"),
+    ("share_reduce", "share_only"),
+    ("the straggler", "other workers"),
+)
 _SETTINGS = {
     "figure.constrained_layout.use": True,
     "axes.spines.right": False,
@@ -85,10 +93,40 @@ def add_legend(figure: Figure, handles: Sequence[Any]) -> None:
     """Add a legend below the axes, in as few rows as fit; none for a single series."""
     if len(handles) < 2:
         return
-    column_in = 0.85 + 0.08 * max(len(handle.get_label()) for handle in handles)
+    entries = _entries(handles)
+    column_in = 0.85 + 0.08 * max(map(len, entries))
     columns = int(figure.get_figwidth() / column_in) or 1
     size: dict[str, Any] = {"handlelength": 2.8, "handleheight": 1.2}
-    figure.legend(handles=handles, ncols=columns, loc="outside lower center", **size)
+    figure.legend(
+        handles=list(entries.values()),
+        labels=list(entries),
+        ncols=columns,
+        loc="outside lower center",
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.2)},
+        **size,
+    )
+
+
+def _entries(handles: Sequence[Any]) -> dict[str, Any]:
+    """Handle by label, or two handles where a pair shares its label."""
+    entries = {handle.get_label(): handle for handle in handles}
+    for pair in _PAIRS:
+        both = [label for label in entries if label.removesuffix(PREDICTED) in pair]
+        if len(both) == 2 and len(entries) > _MOST_ENTRIES:
+            entries = _shared(entries, *both)
+    return entries
+
+
+def _shared(entries: dict[str, Any], first: str, second: str) -> dict[str, Any]:
+    """The entries with the second one beside the first, under one label."""
+    shared = {}
+    for label, handle in entries.items():
+        if label == first:
+            both = f"{first.removesuffix(PREDICTED)}, {second}"
+            shared[both] = (handle, entries[second])
+        elif label != second:
+            shared[label] = handle
+    return shared
 
 
 def add_title(figure: Figure, title: str) -> None:

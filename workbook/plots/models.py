@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from labkit.costs.async_run import simulate
@@ -162,9 +161,9 @@ def staleness_model(
     # The model's unit of time is one gradient on a worker that is not a straggler.
     free = simulate(workers, factor=factor, duration_s=20.0, bound=bound)
     rounds = simulate(workers, factor=factor, duration_s=20.0, synchronous=True)
-    figure = Figure(figsize=(WIDTH_IN, 5.4))
-    above = fixed_axes(figure, 64, 600, 244, 354)
-    below = fixed_axes(figure, 64, 600, 92, 196)
+    figure = Figure(figsize=(WIDTH_IN, 5.1))
+    above = fixed_axes(figure, 64, 600, 224, 334)
+    below = fixed_axes(figure, 64, 600, 72, 176)
     above.set_xlim(0, free.duration_s)
     kinds = draw_spans(above, list(free.trace.spans), list(range(workers + 1)), 1.0, model=True)
     label_lanes(above, ["server", *(f"worker {rank}" for rank in range(1, workers + 1))])
@@ -214,7 +213,9 @@ def _draw_histogram(
         entries.append(swatch(name, style, model))
     if bound is not None:
         axes.axvline(bound + 0.5, color=DARK, linestyle="--")
-        entries.append(Line2D([], [], color=DARK, linestyle="--", label=f"bound {bound}"))
+        # At the upper end of the line, above the axes.
+        end = axes.get_xaxis_transform()
+        axes.text(bound + 0.5, 1.01, f"bound {bound}", transform=end, va="bottom", ha="right")
     axes.set(xlabel="staleness (updates by others between pull and update)", ylabel="updates")
     axes.set_xlim(-0.6, largest + 0.7)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

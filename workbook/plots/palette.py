@@ -27,6 +27,8 @@ GRAY = "#BFBFBF"
 GRID = "#D9D9D9"
 
 _MODEL_HATCH = "////"
+# The end of a prediction's label.
+PREDICTED = " (predicted)"
 
 
 @dataclass(frozen=True)
@@ -122,5 +124,5 @@ def tint(color: str, strength: float) -> str:
 def swatch(label: str, style: Style, model: bool = False) -> Patch:
     """A legend entry for bars of this style; with ``model``, for predictions, and labeled so."""
     if model:
-        return Patch(label=f"{label} (predicted)", **style.model.fill)
+        return Patch(label=label + PREDICTED, **style.model.fill)
     return Patch(label=label, **style.fill)
