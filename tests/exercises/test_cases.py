@@ -89,6 +89,11 @@ def of_muon(clues):
     return {"matrices": [n for n in found if not torch.allclose(found[n], right[n], rtol=1e-9)]}
 
 
+def of_last_bits(clues):
+    (tensor,) = (n for n, number in clues["versions"]["weights in the end"].items() if number > 1)
+    return {"tensor": tensor}
+
+
 FROM_CLUES = {
     "mismatch": of_mismatch,
     "drift": of_drift,
@@ -100,6 +105,7 @@ FROM_CLUES = {
     "tokens": of_tokens,
     "blocks": of_blocks,
     "muon": of_muon,
+    "last_bits": of_last_bits,
 }
 
 

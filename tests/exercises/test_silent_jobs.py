@@ -49,10 +49,19 @@ def cause_of_muon(clues):
     return "a factor" if min(map(torch.min, cosines)) > 1 - EXACT else "a rule for whole"
 
 
+def cause_of_last_bits(clues):
+    assert clues["distances"]["float32"][-1] > clues["distances"]["float32"][0]
+    is_rounding = clues["distances"]["float64"][-1] < 1e-12
+    most = max(clues["versions"]["gradients of step 0"].values())
+    assert (most > 1) == is_rounding
+    return "different orders" if is_rounding else "weight decay"
+
+
 CAUSES = {
     "tokens": cause_of_tokens,
     "blocks": cause_of_blocks,
     "muon": cause_of_muon,
+    "last_bits": cause_of_last_bits,
 }
 
 
@@ -132,6 +141,15 @@ def test_rows_are_divided_equally_and_each_once():
             assert [n for part in own for n in range(height)[part]] == list(range(height))
         sizes = [sum(own[rank].stop - own[rank].start for own in rows) for rank in range(3)]
         assert sizes == [sum(heights) // 3] * 3
+
+
+def test_replicas_with_one_recipe_and_the_ring_are_equal_to_the_bit():
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
+    names = {name for name, _ in model.named_parameters()}
+    recipe = {"lr": 1.0, "decay": 2e-7, "decayed": names, "one_shot_below": 0}
+    data = torch.randn(2, 3, 5, 8, 8).unbind()
+    logs = run(silent.last_bits, model, data, [recipe] * 3, world_size=3)
+    assert len({str(log[-1]["checksums"]) for log in logs}) == 1
 
 
 def test_a_hidden_program_is_shown_once_the_rest_is_named_and_calls_are_counted(capsys):

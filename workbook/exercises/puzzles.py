@@ -1,4 +1,4 @@
-"""Page 19: nine puzzles, first right, then scored against a target.
+"""Page 19: ten puzzles, first right, then scored against a target.
 
 A puzzle is passed when its score reaches its target. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from labkit.units import format_count, format_seconds, text_table
+from labkit.engine.comm.comm import Comm
+from labkit.units import format_bytes, format_count, format_seconds, text_table
 from workbook.exercises.grader import Case, Check, Target, Verdict
 from workbook.exercises.grader.critical_path import (
     longest_wait,
@@ -25,9 +26,13 @@ from workbook.exercises.grader.critical_path import (
     steps_in_a_row,
 )
 from workbook.exercises.grader.exercise import Found, Ranks
+from workbook.exercises.grader.held_memory import PeakBytes
 
 # Puzzle 6: the link.
-LATENCY_S, BYTES_PER_S = 1e-3, 1e6
+LATENCY_S = 1e-3
+BYTES_PER_S = 1e6
+# Puzzle 10.
+LAYERS = 64
 
 # By puzzle: the best score of this session, and how it and the target are shown.
 _SCORES: dict[str, tuple[float, str, str]] = {}
@@ -286,5 +291,76 @@ all_to_all = _in_rounds(
 )
 
 
+def _forward(layer: int, x: Tensor) -> Tensor:
+    output = (x + layer).sin_().mul_(0.1)
+    # Of the neighbor: layers of single numbers could go backward in any order.
+    output[1:] += x[:-1]
+    output[:1] += x[-1:]
+    return output
+
+
+def _backward(layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+    input_gradient = (x + layer).cos_().mul_(0.1).mul_(gradient)
+    input_gradient[:-1] += gradient[1:]
+    input_gradient[-1:] += gradient[:1]
+    return input_gradient
+
+
+def _input_gradient(rank: int, case: Case) -> list:
+    # By the same operations as the learner's: over 64 layers another order would not be as close.
+    inputs = [case.tensor(rank)]
+    gradient = case.tensor(rank + 1)
+    for layer in range(LAYERS - 1):
+        inputs.append(_forward(layer, inputs[-1]))
+    for layer in reversed(range(LAYERS)):
+        gradient = _backward(layer, inputs[layer], gradient)
+    return [gradient, None, None]
+
+
+def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor) -> list:
+    """The gradient of ``first``, the most that new tensors held, and after which call."""
+    calls = []
+    peaks = [(0, "")]
+
+    def note(call: str) -> None:
+        if held.num_bytes > peaks[-1][0]:
+            peaks.append((held.num_bytes, call))
+
+    def forward(layer: int, x: Tensor) -> Tensor:
+        if len(calls) == 2 * LAYERS:
+            raise ValueError(f"forward was called more than {2 * LAYERS} times, twice per layer")
+        calls.append(layer)
+        output = _forward(layer, x)
+        note(f"forward({layer}, ...)")
+        return output
+
+    def backward(layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+        input_gradient = _backward(layer, x, gradient)
+        note(f"backward({layer}, ...)")
+        return input_gradient
+
+    with PeakBytes() as held:
+        input_gradient = fn(comm, forward, backward, first, gradient)
+    return [input_gradient, held.num_bytes, peaks[-1][1]]
+
+
+# The gradient through all layers, with at most two forwards of each: Chen and others, 2016.
+recompute = _puzzle(
+    "puzzles.recompute",
+    _input_gradient,
+    signature="comm, forward, backward, first, gradient",
+    inputs=lambda rank, case: (case.tensor(rank), case.tensor(rank + 1)),
+    call=_with_few_forwards,
+    # Each rank works by itself, and to count its bytes takes time.
+    world_sizes=(2,),
+    sizes=(10_000, 7),
+    drawn_size=0,
+    score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
+    # Segments of n, n - 1, ..., 1 layers, each shorter as one more input is kept, and a gradient.
+    goal=lambda case: 4.0 * case.size * (math.isqrt(2 * LAYERS) + 1),
+    shown=format_bytes,
+    lost=lambda case, ranks: f". Most is held at {ranks[0].value[2]}",
+)
+
 PUZZLES = (pass_on, same_bits, broadcast, prefix_sum, all_gather)
-PUZZLES += (long_broadcast, reduce_blocks, all_reduce, all_to_all)
+PUZZLES += (long_broadcast, reduce_blocks, all_reduce, all_to_all, recompute)

@@ -4,9 +4,10 @@ Each has two possible faults in one program: which of them, on which rank and in
 drawn with ``seed``. What is right is what one device computes, in float64. Symbols: P ranks.
 """
 
+import itertools
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -225,6 +226,76 @@ def _matrices(like: Mapping[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
     """Cut a vector into tensors, each in the shape of that in ``like``."""
     parts = vector.split([tensor.numel() for tensor in like.values()])
     return {name: part.view_as(like[name]) for name, part in zip(like, parts)}
+
+
+@with_torch_seed
+def last_bits(seed: int) -> Case:
+    """Clues: ``versions`` that the ranks have, {"gradients of step 0": {tensor: number}, and so on
+    "weights in the end"}; ``distances`` of the replicas {dtype: by step}.
+    """
+    drawn = random.Random(seed)
+    P = drawn.choice([3, 4])
+    in_turns = drawn.random() < 0.5
+    # In each order another layer is the smallest, and no other is as small.
+    widths = [8, *drawn.sample([6, 11, 17], 3), 8]
+    layers = [(nn.Linear(*pair, bias=False), nn.Tanh()) for pair in itertools.pairwise(widths)]
+    model = nn.Sequential(*itertools.chain(*layers))
+    weights = dict(model.named_parameters())
+    recipe = {"lr": 1.0, "decay": 2e-7, "decayed": set(weights), "one_shot_below": 0}
+    tensor = drawn.choice(list(weights))
+    if in_turns:
+        tensor = min(weights, key=lambda name: weights[name].numel())
+        recipe["one_shot_below"] = weights[tensor].numel() + 1
+    recipes = [dict(recipe) for _ in range(P)]
+    if not in_turns:
+        recipes[drawn.randrange(P)]["decayed"] = set(weights) - {tensor}
+    x, y = torch.randn(2, P, 30, 8, 8)
+    distances = {}
+    for name, dtype in (("float64", torch.float64), ("float32", torch.float32)):
+        job = (model.to(dtype), (x.to(dtype), y.sign().to(dtype)), recipes)
+        logs = run(silent.last_bits, *job, world_size=P, device="cpu").values
+        distances[name] = [_spread(steps).norm().item() for steps in zip(*logs)]
+    versions = {
+        "gradients of step 0": _versions(weights, [log[0]["gradient"] for log in logs]),
+        "weights in the end": _versions(weights, [log[-1]["weights"] for log in logs]),
+    }
+    num_apart = int(_spread([log[-1] for log in logs]).count_nonzero())
+    first, *_, last = distances["float32"]
+    last_in_64 = distances["float64"][-1]
+    text = f"""
+    - the ranks add up a tensor in different orders: in step 0 all {P} ranks use one version of
+      each of {len(weights)} gradients
+    - a rank leaves out the weight decay of a tensor: that would be the same in float64, where the
+      replicas end {last_in_64:.1g} apart, and not {last:.1g}
+    - the ranks begin with different weights: with equal sums they would stay as far apart, and
+      {first:.1g} grows to {last:.1g}
+    - a rank's gradient is missing in a sum: the replicas are {first:.1g} apart after step 0, and
+      a gradient is {logs[0][0]["gradient"].norm():.1g} long
+    - a rank reads other samples: all do, and {len(weights) - 1} of {len(weights)} tensors are
+      equal on all {P} ranks in the end
+    - a bit was flipped on the way: {num_apart} numbers differ in the end
+    tensor: is equal on all {P} ranks to the end
+    line: does the same to the same numbers on all ranks, or was not executed
+    solved: replicas are {first:.1g} apart in {tensor} after step 0, and {last:.1g} in the end, in
+      float64 {last_in_64:.1g}
+    """
+    clues = {"versions": versions, "distances": distances}
+    line = "total = total + parts" if in_turns else 'if name in recipe["decayed"]'
+    choices = {"tensor": list(weights)}
+    answer = {"tensor": tensor, "line": line}
+    return case_of(silent.last_bits, P, drawn, text, clues, choices, int(not in_turns), **answer)
+
+
+def _versions(weights: Mapping[str, Tensor], vectors: list[Tensor]) -> dict[str, int]:
+    """For each tensor, how many different ones the ranks have."""
+    by_rank = [_matrices(weights, vector) for vector in vectors]
+    return {name: len({str(own[name].tolist()) for own in by_rank}) for name in weights}
+
+
+def _spread(steps: Sequence[dict[str, Any]]) -> Tensor:
+    """For each weight, the distance between the ranks that are furthest apart in it."""
+    values = torch.stack([step["weights"] for step in steps])
+    return values.amax(0) - values.amin(0)
 
 
 def compare_with_one_device(case: Case) -> Comparison:

@@ -1,4 +1,4 @@
-"""Three jobs of page 15 that end without an error, and learn something else than one device.
+"""Four jobs of page 15 that end without an error, and have learned something else than one device.
 
 On which rank, in which layer and at which line each is at fault is in its data.
 Symbols: P ranks, M micro-batches, B sequences or samples of one, T positions, D features.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from labkit.collectives import ring_all_reduce
+from labkit.collectives import all_gather, ring_all_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.strategies.tensor_cut import Conjugate
 from labkit.workload.samples import share
@@ -191,4 +191,34 @@ def muon(
             average_gradients(comm, weights, comm.world_size)
             optimizer.step()
             log.append(logged(loss, weights))
+    return log
+
+
+def last_bits(
+    comm: Comm, model: nn.Module, data: Data, recipes: list[dict[str, Any]]
+) -> list[Logged]:
+    """Fit ``model`` to this rank's part of ``data``, [P, STEPS, B, D], by this rank's recipe."""
+    recipe = recipes[comm.rank]
+    log = []
+    for x, y in zip(*(part[comm.rank] for part in data)):
+        model.zero_grad()
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        for name, weight in model.named_parameters():
+            total: Any = weight.grad
+            if total.numel() < recipe["one_shot_below"]:
+                # Small: one message to each rank in place of a way around the ring.
+                parts = all_gather(comm, total)
+                total = parts[comm.rank]
+                for distance in range(1, comm.world_size):
+                    total = total + parts[comm.rank - distance]
+            else:
+                ring_all_reduce(comm, total)
+            mean = total / comm.world_size
+            weight.grad = mean
+            with torch.no_grad():
+                if name in recipe["decayed"]:
+                    weight.mul_(1 - recipe["decay"])
+                weight.sub_(mean, alpha=recipe["lr"])
+        log.append(logged(loss, model))
     return log
