@@ -75,7 +75,7 @@ PAGES = {
     ),
     "19_puzzles": (
         "puzzles",
-        "In how few rounds, bytes or spare memory can you solve twelve small puzzles?",
+        "In how few rounds, bytes or spare memory can you solve ten small puzzles?",
     ),
 }
 _TABLE = re.compile(r"\| page \|.*\n(\|.*(\n|$))+")

@@ -106,7 +106,9 @@ def test_a_fault_waits_until_training_goes_on_after_the_one_before():
 
 
 def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():
-    spans = [Span(0, "train", 0.0, 2.0), Span(1, "train", 0.0, 1.0), Span(1, "down", 1.0, 2.0)]
+    spans = [Span(0, "train", 0.0, 2.0), Span(1, "train", 0.0, 1.0), Span(1, "down", 1.0, 1.2)]
+    for number, kind in enumerate(("wait", "recover", "run again", "checkpoint"), start=6):
+        spans.append(Span(1, kind, number / 5, number / 5 + 0.2))
     losses = {step: [1.0] for step in range(1, 11)}
     run = FaultyRun([Fault("kill", 0, 1.0)], spans, 1, losses, step_s=0.1, duration_s=2.0)
     figure = plots.replicas(run, 0.4)
@@ -114,6 +116,9 @@ def test_the_figure_has_a_lane_per_rank_and_the_formula_beside_what_counted():
     (axes,) = figure.figure.axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["rank 0", "rank 1", "counted", "by the formula"]
+    entries = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert entries == ["train", "run again", "checkpoint", "recover"]
+    assert {text.get_text() for text in axes.texts} == {"kill", "wait"}, "named on their bars"
     assert "50% of 2 s counted, by the formula 40%" in figure.caption
     assert "kill of host 0 at 1 s" in figure.alt
     unharmed = replace(run, faults=[], num_failures=0)

@@ -25,8 +25,6 @@ MICRO = [row | {"model_s": 1.0} for row in MICRO]
 MAKE_FIGURE = {
     "timeline": lambda: plots.timeline(TRACE),
     "timeline_model": lambda: plots.timeline(TRACE, model=True),
-    "phases": lambda: plots.phases(TRACE),
-    "phases_of_runs": lambda: plots.phases({"ring": {"compute": 1.0}}),
     "ring_steps": lambda: plots.ring_steps(plots.ring_states(3), title="Ring"),
     "ring_step": lambda: plots.ring_step(2, 3),
     "bucket_overlap": lambda: plots.bucket_overlap(25, 4),
@@ -89,7 +87,7 @@ class TestCaptionedFigure:
         assert "x &lt; y &amp; z" in html
 
     def test_saves_png_and_svg_whole_and_nothing_else(self, tmp_path):
-        figure = plots.phases(TRACE)
+        figure = plots.timeline(TRACE)
         assert figure.save(tmp_path / "a.png").read_bytes() == figure.png()
         assert "<svg" in figure.save(tmp_path / "a.svg").read_text(encoding="utf-8")
         with pytest.raises(ValueError, match="bmx"):

@@ -58,7 +58,6 @@ class TestTimeline:
         assert figure.caption == str(result.explain()) != str(what_limited(trace))
         assert figure.figure.axes[0].get_xlim()[0] == pytest.approx(0, abs=0.1)
         assert plots.timeline(trace).caption == str(what_limited(trace))
-        assert plots.phases(result).caption == str(result.explain())
         window = what_limited(trace.between(0.006, 0.009), 0.006)
         part = plots.timeline(result, start_s=0.006, end_s=0.009)
         assert part.caption == f"In the part shown: {window}"
@@ -91,11 +90,3 @@ class TestTimeline:
         for trace, start_s in ((Trace(), None), (TRACE, 3.0)):
             with pytest.raises(ValueError, match=r"no span .* `with comm\.span\(\"compute\"\)"):
                 plots.timeline(trace, start_s=start_s)
-
-
-def test_phases_are_the_seconds_by_kind_end_to_end():
-    assert "rank 1 5 ms: compute 1 ms, communicate 1 ms, wait 3 ms" in plots.phases(TRACE).alt
-    figure = plots.phases({"ring": {"compute": 3, "wait": 1}, "idle": {}})
-    assert boxes_of(figure)[:, :2].tolist() == [[0, 3], [3, 4]]
-    assert "The longest bar is ring, 4 s; the shortest is idle, 0 s." in figure.caption
-    assert lanes_of(figure) == ["ring", "idle"]

@@ -1,4 +1,4 @@
-"""Page 19: twelve puzzles, first right, then scored against a target.
+"""Page 19: ten puzzles, first right, then scored against a target.
 
 A puzzle is passed when its score reaches its target. Rounds are counted along the
 longest chain of messages that wait for each other; an exchange takes one round, as a send with its
@@ -9,7 +9,6 @@ Symbols: P ranks, S bytes of a rank's tensor, N its elements.
 
 import math
 import random
-import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,13 +28,10 @@ from workbook.exercises.grader.critical_path import (
 from workbook.exercises.grader.exercise import Found, Ranks
 from workbook.exercises.grader.held_memory import PeakBytes
 
-# Puzzle 3: the messages that a rank may send, and the bytes that calls of comm leave behind.
-MESSAGES = 8
-_SMALL_BYTES = 192 * 2**10
-# Puzzle 8: the link.
+# Puzzle 6: the link.
 LATENCY_S = 1e-3
 BYTES_PER_S = 1e6
-# Puzzle 12.
+# Puzzle 10.
 LAYERS = 64
 
 # By puzzle: the best score of this session, and how it and the target are shown.
@@ -146,12 +142,6 @@ _in_rounds = partial(
     shown=_in_rounds_words,
     lost=_who_waited,
 )
-_in_bytes = partial(
-    _puzzle,
-    score=lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
-    shown=partial(format_count, noun="byte"),
-    lost=_who_sent_most,
-)
 
 
 def _to_all_others(rank: int, case: Case) -> Target:
@@ -160,20 +150,6 @@ def _to_all_others(rank: int, case: Case) -> Target:
 
 def _left_neighbors(rank: int, case: Case) -> Tensor:
     return case.tensor((rank - 1) % case.world_size)
-
-
-def _below_zero(rank: int, case: Case) -> Tensor:
-    return -1 - case.tensor(rank).abs()
-
-
-# All numbers are below -1. Best: one number from each rank but one, and one to each.
-largest = _in_bytes(
-    "puzzles.largest",
-    lambda rank, case: max(_below_zero(r, case).max().item() for r in range(case.world_size)),
-    inputs=lambda rank, case: (_below_zero(rank, case),),
-    mistakes={"0 is above all of these numbers: begin with one of them": lambda *_: 0.0},
-    goal=lambda case: 8 * (case.world_size - 1),
-)
 
 
 def _no_exchange(case: Case, ranks: Ranks) -> Found:
@@ -190,35 +166,6 @@ pass_on = _in_rounds(
     drawn_size=0,
     rule=_no_exchange,
     goal=lambda case: 2 + case.world_size % 2,
-)
-
-
-def _with_held_bytes(fn: Callable, comm: Comm, tensor: Tensor) -> list:
-    """The tensor, and the most that tensors and arrays of Python held."""
-    tracemalloc.start()
-    with PeakBytes() as held:
-        fn(comm, tensor)
-    python_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    if python_bytes <= _SMALL_BYTES:
-        python_bytes = 0
-    return [tensor, held.num_bytes + python_bytes]
-
-
-# By 8 messages, with a spare tensor of an eighth.
-pass_in_place = _puzzle(
-    "puzzles.pass_in_place",
-    lambda rank, case: [_left_neighbors(rank, case), None],
-    call=_with_held_bytes,
-    target=lambda rank, case: Target(messages=MESSAGES),
-    sizes=(320_003, 10),
-    drawn_size=0,
-    score=lambda case, ranks: max(outcome.value[1] for outcome in ranks),
-    # Only the second call with the long tensor: the first one imports modules.
-    goal=lambda case: 4.0 * -(-case.size // MESSAGES) if case.size > 1000 and case.call else None,
-    shown=format_bytes,
-    # An array in place of the spare tensor is counted with the rest of Python.
-    slack=128_000,
 )
 
 
@@ -252,12 +199,15 @@ def _not_rounded_once(case: Case, values: list[Any]) -> Found:
 
 
 # Exact partial sums in 8 bytes, the rounded result in 4.
-same_bits = _in_bytes(
+same_bits = _puzzle(
     "puzzles.same_bits",
     inputs=lambda rank, case: (_on_a_grid(rank, case),),
     judge=_not_rounded_once,
     sizes=(5_000, 7),
+    score=lambda case, ranks: sum(outcome.num_bytes for outcome in ranks),
     goal=lambda case: 12 * (case.world_size - 1),
+    shown=partial(format_count, noun="byte"),
+    lost=_who_sent_most,
 )
 # fn(comm, tensor) returns rank 0's tensor on every rank: a binomial tree.
 broadcast = _in_rounds("puzzles.broadcast", lambda rank, case: case.tensor(0))
@@ -412,5 +362,5 @@ recompute = _puzzle(
     lost=lambda case, ranks: f". Most is held at {ranks[0].value[2]}",
 )
 
-PUZZLES = (largest, pass_on, pass_in_place, same_bits, broadcast, prefix_sum, all_gather)
+PUZZLES = (pass_on, same_bits, broadcast, prefix_sum, all_gather)
 PUZZLES += (long_broadcast, reduce_blocks, all_reduce, all_to_all, recompute)

@@ -30,4 +30,4 @@ from workbook.plots.size_curves import (
     size_curves as size_curves,
     time_by_ranks as time_by_ranks,
 )
-from workbook.plots.timeline import phases as phases, timeline as timeline
+from workbook.plots.timeline import timeline as timeline

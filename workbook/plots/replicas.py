@@ -14,7 +14,7 @@ from workbook.plots.figure import (
     ratio_words,
 )
 from workbook.plots.palette import DARK
-from workbook.plots.timeline import BOX, draw_spans
+from workbook.plots.timeline import BOX, draw_spans, tag
 
 
 @drawn
@@ -35,7 +35,10 @@ def replicas(run: Any, model_goodput: float) -> CaptionedFigure:
     counted = Span(measured, "train", 0.0, run.useful_s)
     entries = draw_spans(axes, [*run.spans, counted], lanes, 1.0, False)
     predicted = Span(model, "train", 0.0, model_goodput * run.duration_s)
-    entries += draw_spans(axes, [predicted], lanes, 1.0, True)
+    draw_spans(axes, [predicted], lanes, 1.0, True)  # its lane is labeled
+    waits = [span for span in run.spans if span.kind == "wait"]
+    for span in sorted(waits, key=lambda wait: wait.duration_s)[-1:]:
+        tag(axes, (span.start_s + span.end_s) / 2, span.rank, "wait")
     words = []
     for fault in run.faults:
         on_host = {"ymin": fault.ranks[0] - 0.45, "ymax": fault.ranks[-1] + 0.45}
@@ -45,7 +48,8 @@ def replicas(run: Any, model_goodput: float) -> CaptionedFigure:
         words.append(f"{fault.kind} of host {fault.host} at {format_seconds(fault.at_s)}")
     axes.set_xlabel("time since the first step (s)")
     label_lanes(axes, [*(f"rank {rank}" for rank in ranks), "counted", "by the formula"])
-    add_legend(figure, entries)
+    # What is down begins with the fault's name, and the longest wait has its own.
+    add_legend(figure, [entry for entry in entries if entry.get_label() not in ("down", "wait")])
     counted_words = f"{run.goodput:.0%} of {format_number(run.duration_s)} s counted, by the "
     counted_words += f"formula {model_goodput:.0%}"
     ratios = []

@@ -136,58 +136,6 @@ def _seconds_words(seconds: Mapping[str, float]) -> str:
     return ", ".join(parts) or "no span"
 
 
-@drawn
-def phases(result: Any, *, title: str = "Time by phase") -> CaptionedFigure:
-    """Draw the seconds by kind as stacked bars, one bar per rank (or run).
-
-    Args:
-        result: a ``Trace``, a result that has one, or ``{name: {kind: seconds}}``.
-    """
-    rows = result
-    trace = getattr(result, "trace", result)
-    if isinstance(trace, Trace):
-        rows = {f"rank {rank}": trace.seconds_by_kind(rank) for rank in trace.ranks}
-    totals = {name: sum(row.values()) for name, row in rows.items()}
-    longest_s = max(totals.values())
-    scale, unit = second_unit(longest_s / 2)
-    figure, axes = new_axes(1.5 + min(0.45 * len(rows), 9), title)
-    axes.set(xlim=(0, 1.14 * longest_s / scale), xlabel=f"time ({unit})")
-    spans = []
-    words = []
-    for lane, (name, row) in enumerate(rows.items()):
-        left_s = 0.0
-        for kind in styles_of(row):
-            seconds = row[kind]
-            if seconds > 0:
-                spans.append(Span(lane, kind, left_s, left_s + seconds))
-            if seconds > 0.1 * longest_s:
-                tag(axes, (left_s + seconds / 2) / scale, lane, format_seconds(seconds))
-            left_s += seconds
-        axes.text(left_s / scale, lane, f" {format_seconds(left_s)}", va="center", ha="left")
-        words.append(f"{name} {format_seconds(totals[name])}: {_seconds_words(row)}")
-    label_lanes(axes, list(rows))
-    add_legend(figure, draw_spans(axes, spans, list(range(len(rows))), scale, model=False))
-    caption = _longest_words(totals)
-    if isinstance(trace, Trace):
-        limit = what_limited(trace)
-        if hasattr(result, "explain"):
-            limit = result.explain()
-        caption = str(limit)
-        if any(span.lane for span in trace.spans):
-            caption = joined(caption, "A bar adds up the rank's threads.")
-    return CaptionedFigure(figure, alt=f"{title}. {'; '.join(words)}.", caption=caption)
-
-
-def _longest_words(totals: Mapping[str, float]) -> str:
-    longest = max(totals, key=totals.__getitem__)
-    shortest = min(totals, key=totals.__getitem__)
-    most = format_seconds(totals[longest])
-    least = format_seconds(totals[shortest])
-    if most == least:
-        return f"Each bar is {most} long."
-    return f"The longest bar is {longest}, {most}; the shortest is {shortest}, {least}."
-
-
 def _lane_names(result: Any, trace: Trace) -> tuple[str, list[str]]:
     """The label of the axis, and of each lane: ``0 · cuda:0``, and its peak memory below."""
     label = "rank · device" if trace.devices else "rank"

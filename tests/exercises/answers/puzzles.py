@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import numpy as np
 import torch
 from graded import Answers, ends
 
@@ -13,25 +12,6 @@ from workbook import check
 
 def neighbors(comm):
     return (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
-
-
-# largest(comm, tensor)
-
-
-def through_rank_0(comm, tensor):
-    mine = tensor.max()
-    if comm.rank:
-        comm.send(mine, 0)
-        return comm.recv(mine, 0)
-    for rank in range(1, comm.world_size):
-        mine = torch.maximum(mine, comm.recv(torch.empty(()), rank))
-    for rank in range(1, comm.world_size):
-        comm.send(mine, rank)
-    return mine
-
-
-def sends_all(comm, tensor):
-    return collectives.naive_all_reduce(comm, tensor, "max").max()
 
 
 # pass_on(comm, tensor)
@@ -68,31 +48,6 @@ def all_send_first(comm, tensor):
     right, left = neighbors(comm)
     comm.send(tensor, right)
     return comm.recv(torch.empty_like(tensor), left)
-
-
-# pass_in_place(comm, tensor)
-
-
-def recursively(comm, tensor, left_over=8):
-    right, left = neighbors(comm)
-    part, rest = tensor.tensor_split([math.ceil(len(tensor) / left_over)])
-    part.copy_(comm.exchange(part, right, torch.empty_like(part), left))
-    if len(rest):
-        recursively(comm, rest, left_over - 1)
-
-
-def passes_all_in_place(comm, tensor):
-    recursively(comm, tensor)
-
-
-def in_a_spare_tensor(comm, tensor):
-    tensor.copy_(by_exchange(comm, tensor))
-
-
-def hides_it_in_numpy(comm, tensor):
-    right, left = neighbors(comm)
-    spare = torch.from_numpy(np.empty(len(tensor), dtype=np.float32))
-    tensor.copy_(comm.exchange(tensor, right, spare, left))
 
 
 # same_bits(comm, tensor)
@@ -364,21 +319,9 @@ ANSWERS = [
         ],
     ),
     Answers(
-        check.puzzles.largest,
-        [through_rank_0],
-        [sends_all, lambda comm, tensor: tensor.max().item()],
-        on=6,
-    ),
-    Answers(
         check.puzzles.pass_on,
         [last_rank_last],
         [rank_0_first, by_exchange, ends(all_send_first)],
-        on=6,
-    ),
-    Answers(
-        check.puzzles.pass_in_place,
-        [passes_all_in_place],
-        [in_a_spare_tensor, hides_it_in_numpy],
         on=6,
     ),
     Answers(

@@ -1,4 +1,4 @@
-"""The figures of a record: pure functions from the recorded dict to a captioned figure."""
+"""The figure of a record: a pure function from the recorded dict to a captioned figure."""
 
 import statistics
 from collections.abc import Mapping
@@ -7,45 +7,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from labkit.units import format_count, format_seconds
-from workbook.measure.compare.summary import Record, present, reached, series
+from workbook.measure.compare.summary import Record, present, reached
 from workbook.measure.record import Spread
 from workbook.plots.figure import WIDTH_IN, CaptionedFigure, add_legend, add_title, drawn, joined
 from workbook.plots.palette import DARK, SERIES, swatch
 
 LOOKS = {"labkit": SERIES[0][0], "PyTorch": SERIES[1][0]}
 _REPEATS = "Bars are medians of the repeats, whiskers their quartiles."
-
-
-def draw(record: Record) -> dict[str, CaptionedFigure]:
-    """The figures for which the record has runs, by name."""
-    if not present(record):
-        return {}
-    figures = {"time_to_accuracy": time_to_accuracy(record)}
-    if len({setting["train_size"] for setting in record["settings"]}) > 1:
-        figures["train_size"] = epoch_time(record)
-    return figures
-
-
-def epoch_time(record: Record) -> CaptionedFigure:
-    """Epoch time by the number of training samples."""
-    columns: dict[int, dict[str, list[float]]] = {}
-    parts = []
-    growth = {}
-    for name in present(record):
-        medians_s = {}
-        for size, times in series(record, name).items():
-            columns.setdefault(size, {})[name] = times
-            medians_s[size] = statistics.median(times)
-        words = [f"{format_seconds(seconds)} at {size:,}" for size, seconds in medians_s.items()]
-        parts.append(f"{name} {', '.join(words)}")
-        growth[name] = medians_s[max(medians_s)] / medians_s[min(medians_s)]
-    most = max(growth, key=growth.__getitem__)
-    least = min(growth, key=growth.__getitem__)
-    caption = f"With {max(columns) / min(columns):.3g} times as many samples an epoch took "
-    caption += f"{growth[least]:.3g} ({least}) to {growth[most]:.3g} ({most}) times as long."
-    columns_by_head = {f"epoch (s), {size:,} samples": columns[size] for size in sorted(columns)}
-    title = "Epoch time by training samples"
-    return _draw_rows(record, columns_by_head, "-", title, caption, f"{'; '.join(parts)}.")
 
 
 def time_to_accuracy(record: Record) -> CaptionedFigure:
@@ -91,12 +59,8 @@ def _draw_rows(
     missing: str,
     title: str,
     caption: str,
-    numbers: str = "",
 ) -> CaptionedFigure:
-    """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``.
-
-    ``numbers`` are for those who cannot see the bars.
-    """
+    """Horizontal bars: a row per contender, and axes per quantity ``{contender: repeats}``."""
     contenders = present(record)
     figure = Figure(figsize=(WIDTH_IN, 1.5 + 0.34 * len(contenders)))
     grid = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
@@ -124,5 +88,5 @@ def _draw_rows(
     grid[0].set_ylim(len(contenders) - 0.5, -0.5)
     add_title(figure, title)
     add_legend(figure, [swatch(name, look) for name, look in LOOKS.items()])
-    alt = joined(f"{title}.", caption, numbers)
+    alt = joined(f"{title}.", caption)
     return CaptionedFigure(figure, alt=alt, caption=f"{caption} {_REPEATS}")

@@ -70,44 +70,9 @@ def reached(record: Record, contender: str) -> list[tuple[int, float]] | None:
     return pairs or None
 
 
-def series(record: Record, contender: str) -> dict[int, list[float]]:
-    """Epoch times by the number of training samples, with all else as in the main setting."""
-    main = record["settings"][0]
-    times_by_size = {}
-    for index, setting in enumerate(record["settings"]):
-        times = epoch_times(record, contender, index)
-        if times and all(setting[name] == main[name] for name in ("world_size", "batch_size")):
-            times_by_size[setting["train_size"]] = times
-    return dict(sorted(times_by_size.items()))
-
-
 def times_faster(record: Record, contender: str, other: str | None) -> list[float]:
     """The other's epoch / this one's, repeat by repeat: above 1 this one is faster."""
     return ratios(epoch_times(record, other or ""), epoch_times(record, contender))
-
-
-def gain(record: Record, contender: str, other: str) -> str:
-    """Say in a sentence whether a contender gains on another with more training samples.
-
-    It does if its epochs over the other's fall by more than the quartiles of the repeats overlap.
-    """
-    other_times = series(record, other)
-    spreads = []
-    parts = []
-    for size, times in series(record, contender).items():
-        spread = Spread.of(ratios(times, other_times[size]))
-        spreads.append(spread)
-        parts.append(f"{spread.text(format_number)} at {size:,}")
-    first, *_, last = spreads
-    verdict = "cannot tell whether"
-    if last.high < first.low:
-        verdict = "supports that"
-    elif last.low > first.high:
-        verdict = "contradicts that"
-    return (
-        f"{contender}'s epoch / {other}'s: {', '.join(parts)} training samples. So the record "
-        f"{verdict} {contender} gains on {other} with more training samples."
-    )
 
 
 def headline(record: Record) -> str:
