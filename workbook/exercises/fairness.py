@@ -29,7 +29,7 @@ from workbook.exercises.grader.compare import agree, beside, fit
         ),
     },
 )
-def synchronizations(messages: Sequence[int]) -> int:
+def synchronisations(messages: Sequence[int]) -> int:
     """Grade ``fn(messages)``: the ring all-reduces of an epoch, from each rank's messages."""
     return messages[0] // (2 * (len(messages) - 1))
 

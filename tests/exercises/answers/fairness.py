@@ -80,7 +80,7 @@ def counts_samples_twice(train_size, samples_by_rank, epoch_seconds):
 
 ANSWERS = [
     Answers(
-        check.fairness.synchronizations,
+        check.fairness.synchronisations,
         [lambda messages: messages[-1] / 2 / (len(messages) - 1)],
         [
             lambda messages: messages[0] // (len(messages) - 1),
