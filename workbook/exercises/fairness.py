@@ -145,6 +145,8 @@ def interleaved_ratio(fn: Callable, b_costs: float, repeats: int) -> Wrong | Non
     b_s = statistics.median(seconds["b"][1:])
     if any(agree(ratio, middle(ratios[1:])) for middle in _MIDDLES):
         text += "\nof an even number of pairs it is the mean of the two in the middle"
+    elif agree(ratio, statistics.median(ratios)):
+        text += "\nthe warm-up pair is counted, too"
     elif agree(ratio, b_s / a_s):
         text += "\nthat is the ratio of the two medians, not the median of the pairs' ratios"
     return Wrong(text)

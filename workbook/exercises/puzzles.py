@@ -124,8 +124,6 @@ def _who_waited(
     messages = sum(outcome.messages for outcome in ranks)
     if steps_in_a_row([outcome.steps for outcome in ranks]) == messages:
         cause = "\nno two messages are under way at the same time"
-    elif all(outcome.messages <= 1 for outcome in ranks):
-        cause = "\nthe whole tensor travels in one message: cut it"
     elif bytes_per_s < math.inf and not any(s[0] == "exchange" for o in ranks for s in o.steps):
         cause = "\nno rank sends a segment while it receives the next one"
     longest = longest_wait([outcome.steps for outcome in ranks], latency_s, bytes_per_s)

@@ -32,7 +32,7 @@ from workbook.notebook.pages import page_files
 # lost, a loop as endless.
 _COMPUTING_S = 4.0
 _TIMEOUT_S = 10.0
-_MESSAGE_S = 0.3
+_MESSAGE_S = 0.15
 _MOST_TURNS = 500
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
 _MOST_PHRASES = (4, 2, 1)
@@ -121,6 +121,9 @@ def _fitting(
                 break
         else:
             fitting[level].append(phrase)
+    results = [value for of_case in values.values() for value in of_case]
+    if all(type(result) in _CHOICES for result in results) and sum(map(len, fitting)) > 1:
+        return []  # Two kinds of answers may be alike by chance.
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
             return phrases[:2] if len(phrases) <= most else []

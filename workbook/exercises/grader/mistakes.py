@@ -36,7 +36,6 @@ _RULES = (
     ("a / b", "a / (comm.world_size - 1)", "that divides by one less than the number of ranks"),
     ("a / b", "a / x", "that divides by {x}"),
     ("a / b", "a / max(1, len(x))", "that divides by the number of {x}"),
-    ("a // b", "a // x", "that divides by {x}"),
     ("a // b", "a", "that does not divide by {b} or without one of its divisions"),
     ("a % b", "a", "that does not take a remainder (%)"),
     ("a % b", "(a + 1) % b", "with an index that is one too large"),
@@ -82,6 +81,7 @@ _RULES = (
     ("comm.recv(a, b)", "a.add_(comm.recv(a.clone(), b))", _ADDS),
     ("a.backward(b)", "a.sum().backward()", "that begins backward with ones"),
     ("a += b", "a[...] = b", "that overwrites where it should add"),
+    ("a += b", "a += b / comm.world_size", "with a mean over the ranks"),
     ("a += b", "a = a + b", "that does not change {a}"),
     ("a += b", "pass", "that does not change {a}"),
     ("a -= b", "a += b", "that adds where it should subtract"),
@@ -96,7 +96,6 @@ _RULES = (
     ("return a, b", "return x, b", "that returns {x} as entry 0"),
     ("return a, b", "return a, x", "that returns {x} as entry 1"),
     ("return a, b, c", "return x, b, c", "that returns {x} as entry 0"),
-    ("return a, b, c", "return a, x, c", "that returns {x} as entry 1"),
     ("return a, b, c", "return a, b, x", "that returns {x} as entry 2"),
     ("return a, b", "return b, a", "that returns its results in another order"),
     ("return a", "return (lambda d: [d[comm.rank - n] for n in range(len(d))])(a)", _OWN_FIRST),
@@ -113,14 +112,15 @@ _TERMS = {"is_target.float()": "1 at the target", "of_target": "the target's log
 _TERMS |= {"layer.forward_s": "forward_s", "layer.backward_s": "backward_s"}
 _TERMS |= {"total.log()": "the logarithm", "highest[:, None]": "the maximum"}
 _TERMS |= {"passing": "what it passes on", "push": "the gradient"}
+_TERMS |= {"everyone[comm.rank]": "its own"}
 _TERMS |= {"left[places]": "to 0 what it sent", "min(chunk, longer)": "1 for each longer chunk"}
 _TERMS |= {"filling": "a bucket is left at the end", "not missing[turn]": "the bucket is full"}
 # Longer expressions are not put into words.
 _SHORT = 30
 # A function, an operation or a rank -> what it may be taken for.
-_REDUCTIONS = ("sum", "mean", "median", "max")
+_REDUCTIONS = ("sum", "mean", "median", "max", "min")
 _OTHER_NAMES: dict[str, Collection[str]] = dict.fromkeys(_REDUCTIONS, _REDUCTIONS)
-_OTHER_NAMES |= {"min": ["max"], "maximum": ["minimum"], "sub_": ["add_"], "add_": ["copy_"]}
+_OTHER_NAMES |= {"maximum": ["minimum"], "sub_": ["add_"], "add_": ["copy_"]}
 _OTHER_NAMES |= {"all": ["any"], "any": ["all"]}
 _OTHER_NAMES |= {"dst": ["src"], "src": ["dst"], "left": ["right"], "right": ["left"]}
 
@@ -156,9 +156,8 @@ def with_one_mistake(source: str, known: Collection[str]) -> Iterator[tuple[str,
                 if change.kind:
                     alike.setdefault((change.kind, type(parent)), []).append(change)
     # What is mistaken in one place may be mistaken in all.
-    for changes in [*alike.values(), *_exchanged(tree, arguments)]:
-        if changes:
-            yield from _compiled(tree, changes, seen)
+    for changes in filter(None, [*alike.values(), *_exchanged(tree, arguments)]):
+        yield from _compiled(tree, changes, seen)
 
 
 def _compiled(
@@ -328,7 +327,8 @@ def _exchanged(tree: ast.Module, arguments: list[str]) -> Iterator[list[_Change]
                     turned.append(_Change(phrase, 0, part, ast.BinOp(part.left, op, part.right)))
             yield turned
     # A list in place of a number may make a long one.
-    lists = {ast.unparse(n.value) for n in nodes if isinstance(n, ast.Subscript)}
+    several = [n for n in nodes if isinstance(n, ast.Subscript) or hasattr(n, "iter")]
+    lists = {ast.unparse(getattr(n, "iter", None) or n.value) for n in several}
     for name in arguments:
         for other in {*arguments, "0"} - {name} - (set() if name in lists else lists):
             phrase = f"with {other} in place of {name}"
