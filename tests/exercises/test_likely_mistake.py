@@ -38,15 +38,6 @@ def drops_the_rest(comm, tensor):
     share_only(comm, chunks)
 
 
-def shares_once_more(comm, mine):
-    P, everyone = comm.world_size, [torch.zeros_like(mine) for _ in range(comm.world_size)]
-    everyone[comm.rank] = mine
-    for step in range(1, P - 1):
-        source = (comm.rank - step) % P
-        comm.exchange(mine, (comm.rank + step) % P, everyone[source], source)
-    return everyone
-
-
 def counts_pulls(events):
     pulled, late = {}, []
     for version, (kind, worker) in enumerate(events):
@@ -57,24 +48,33 @@ def counts_pulls(events):
     return late
 
 
-def returns_experts(experts, num_experts, most):
-    return [e for i, e in enumerate(experts) if experts[:i].count(e) < most]
-
-
-def asks_in_no_order(worker, version, pulled, bound):
-    others = [pulled[other] for other in pulled if other != worker]
-    return all(version + 1 + k - pull <= bound for k, pull in enumerate(others))
-
-
 def counts_one_stage(slots):
     busy_s = sum(slot.end_s - slot.start_s for slot in slots)
     return 1 - busy_s / (max(s.end_s for s in slots) - min(s.start_s for s in slots))
 
 
-def counts_four_bytes(parameters, dp, tp, pp, stage):
-    of_gpu = parameters / (tp * pp)
-    number = 4 * of_gpu / (dp if stage > 1 else 1) + 4 * of_gpu / (dp if stage > 2 else 1)
-    return number + 12 * of_gpu / (dp if stage else 1)
+def slopes_from_0(small, large, num_bytes):
+    return small[1] + large[1] / large[0] * (num_bytes - small[0])
+
+
+def always_to_0(comm, tensor, root):
+    if comm.rank > 0:
+        return comm.send(tensor, 0)
+    ranks = range(1, comm.world_size)
+    return [tensor, *(comm.recv(torch.empty_like(tensor), rank) for rank in ranks)]
+
+
+def goes_up(comm, chunks):
+    P, r = comm.world_size, comm.rank
+    for s in range(P - 1):
+        comm.exchange(chunks[(r + 1 + s) % P], (r + 1) % P, chunks[(r + s) % P], (r - 1) % P)
+
+
+def takes_turns(comm, parameters, num_updates):
+    for n in range(num_updates):
+        worker = 1 + n % (comm.world_size - 1)
+        parameters -= comm.recv(torch.empty_like(parameters), worker)
+        comm.send(parameters, worker)
 
 
 def cuts_in_a_row(dp, pp, tp):
@@ -104,12 +104,12 @@ def doubles_always(comm, tensor):
 # It cannot travel to where mistakes are tried, and no solution uses it: only ``range``.
 rang = threading.Lock().acquire
 NAMED = [
-    (check.messages.all_gather, shares_once_more, "one step fewer"),
+    (check.messages.message_time, slopes_from_0, "no differences"),
+    (check.collectives.gather, always_to_0, "0 in place of root"),
+    (check.ring.share_only, goes_up, "adds step where it should subtract"),
+    (check.staleness.server, takes_turns, "waits for one worker"),
     (check.staleness.bookkeeping, counts_pulls, "in both cases"),
-    (check.experts.kept, returns_experts, "an entry in place of its number"),
-    (check.staleness.admission, asks_in_no_order, "without sorted"),
     (check.pipeline.bubble, counts_one_stage, "multiply by the number of stages"),
-    (check.choosing.state_bytes, counts_four_bytes, "4 in place of 2"),
     (check.mesh.groups, cuts_in_a_row, "without permute"),
     (check.puzzles.all_to_all, in_order_of_distance, "without flip and roll"),
     (check.ring.rotate_and_add, passes_its_sum_on, "sends tensor"),

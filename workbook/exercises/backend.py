@@ -132,6 +132,8 @@ def _wrong_collectives(group: Any, rank: int, case: Case) -> list[str]:
                     text += "\nit has not changed: write into the tensors of outputs (copy_)"
                 elif not gathers and agree(tensor, (first_by_rank, second_by_rank)[i][rank]):
                     text += "\nit has not changed"
+                    if name == "broadcast":
+                        text += f": the one to send is opts.rootRank, here rank {P - 1}"
                 elif factors and set(factors.values()) != {1}:
                     text += f"\nit is {in_words(factors)}"
                 problems.append(text)

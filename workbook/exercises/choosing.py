@@ -177,9 +177,6 @@ def _gb(num_bytes: float) -> str:
         "stage 1 shards only the optimizer's 12 bytes, stage 2 also those of gradients": (
             lambda state, n, dp, tp, pp, stage: 16 * n / (tp * pp * dp ** (stage > 0))
         ),
-        "tensor and pipeline parallelism divide everything, whatever the stage": (
-            lambda state, n, dp, tp, pp, stage: state(n, dp, 1, 1, stage)
-        ),
     },
 )
 def state_bytes(parameters: float, dp: int, tp: int, pp: int, stage: int) -> float:

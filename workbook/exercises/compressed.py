@@ -75,13 +75,6 @@ def _sent(rank: int, case: Case) -> Tensor:
     return torch.zeros_like(values).index_copy(0, places, values[places])
 
 
-def _overwritten(rank: int, case: Case) -> list[Tensor]:
-    total = torch.zeros(case.size)
-    for sent in (_sent(r, case) for r in range(case.world_size)):
-        total = torch.where(sent != 0, sent, total)
-    return [total, _corrected(rank, case) - _sent(rank, case)]
-
-
 def _parts(case: Case) -> dict[str, Tensor]:
     ranks = range(case.world_size)
     parts = {f"what rank {rank} sends": _sent(rank, case) for rank in ranks}
@@ -106,7 +99,6 @@ top_k = Check(
             case.over_ranks(lambda r: _sent(r, case)),
             _sent(rank, case),
         ],
-        "where ranks send the same place, their values add up": _overwritten,
     },
     parts=_parts,
     sizes=(12, _SPARSE),

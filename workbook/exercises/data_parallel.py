@@ -209,6 +209,8 @@ def reduce(fn: Callable, devices_with_gradient: str) -> Wrong | None:
             text = f"parameter {index} has a gradient on "
             text += f"devices {', '.join(holders)}" if holders else "no device"
             text += f": its sum is {beside(value, total)}"
+            if value is None and "0" not in holders:
+                text += "\ndevice 0 has none, but others may: begin with the first that is there"
             for count in {len(holders), len(by_device)} - {0, 1}:
                 if value is not None and agree(count * torch.as_tensor(value), total):
                     text += f"\nthat is the mean, the sum over {count}"

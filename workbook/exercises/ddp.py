@@ -150,8 +150,11 @@ def hooks(fn: Callable, branches: bool) -> Wrong | None:
                     "\na hook reads the loop's variable when backward runs, and then it has its "
                     "last value. Bind it for each hook, as in lambda _, i=i: ready(i)"
                 )
-            elif "before" in f"{reported}":
+            numbers = [f"{index}".partition(" ")[0] for index in reported]
+            if numbers == [*map(str, accumulated)]:
                 text += "\nthe hook runs too early: .grad is set after it"
+            elif numbers == [f"{len(shapes) - 1 - int(index)}" for index in accumulated]:
+                text += "\nthe index is counted from the end: it is the place in the list"
             return Wrong(text)
         if delayed:
             return Wrong(delayed[0])

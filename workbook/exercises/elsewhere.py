@@ -72,10 +72,10 @@ def _by_rank(case: Case, mistake: str = "") -> list[list]:
     P = case.world_size
     factor = 1 if mistake == "not scaled" else P
     trainings = [_training(0, case, factor) for _ in range(P)]
-    if case.size:
+    if case.size and mistake != "from the beginning":
         for rank, (model, optimizer) in enumerate(trainings):
             model.load_state_dict(_checkpoint(case)["model"])
-            if rank == 0 or mistake != "momentum on rank 0":
+            if mistake != "no momentum" and (rank == 0 or mistake != "momentum on rank 0"):
                 optimizer.load_state_dict(_checkpoint(case)["optimizer"])
     losses = []
     samplers = [DistributedSampler(samples, P, rank) for rank in range(P)]
@@ -96,7 +96,7 @@ def _by_rank(case: Case, mistake: str = "") -> list[list]:
             for _, optimizer in trainings:
                 optimizer.step()
                 optimizer.zero_grad()
-        losses.append(fmean(batch_losses))
+        losses.append(fmean(batch_losses[:: P if mistake == "own losses" else 1]))
     by_rank: list[list] = [[_left(*training)[0], losses, None, None] for training in trainings]
     by_rank[0][2:] = _left(*trainings[0])
     return by_rank
@@ -153,6 +153,15 @@ to_ddp = Check(
         ),
         "each rank updates with its own gradient: call the DDP, not the model that it wraps": (
             lambda rank, case: [_by_rank(case, "not averaged")[rank][0], None, None, None]
+        ),
+        "rank 0 returns the losses of its own share: they are a mean over the ranks": (
+            lambda rank, case: _by_rank(case, "own losses")[rank]
+        ),
+        "training begins anew: start is not loaded": (
+            lambda rank, case: _by_rank(case, "from the beginning")[rank]
+        ),
+        "the momentum of the checkpoint is not loaded": (
+            lambda rank, case: _by_rank(case, "no momentum")[rank]
         ),
         "rank 0 alone has the momentum of the checkpoint, which DDP does not broadcast": (
             lambda rank, case: _by_rank(case, "momentum on rank 0")[rank]

@@ -245,9 +245,6 @@ def balance(fn: Callable, seed: int, num_tokens: int, num_experts: int, k: int) 
     *((64, 2, 96, 4, 4), (8, 1, 16, 2, 8), (12, 3, 10, 3, 4), (6, 2, 4, 1, 2)),
     mistakes={
         "there and back, forward and backward: four times": lambda rule, *case: rule(*case) // 2,
-        "one in P of the choices stays on its rank": (
-            lambda rule, n, k, width, P, size: 4 * k * n * width * size
-        ),
     },
 )
 def layer_bytes(tokens: int, k: int, features: int, world_size: int, element_bytes: int) -> int:

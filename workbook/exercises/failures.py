@@ -1,6 +1,5 @@
 """Page 14: how often to write a checkpoint, and which replicas go on after a loss."""
 
-import math
 from collections.abc import Collection, Mapping
 from random import Random
 
@@ -19,11 +18,6 @@ def _more_jobs(random: Random) -> list[tuple]:
 @solved(
     *((60.0, 1.8e8, 16384), (60.0, 1.8e8, 1024), (2.0, 5000.0, 1)),
     more=_more_jobs,
-    mistakes={
-        "the factor 2 is missing: a failure loses half an interval on average, not all of it": (
-            lambda rule, checkpoint_s, gpu_s, num_gpus: math.sqrt(checkpoint_s * gpu_s / num_gpus)
-        ),
-    },
 )
 def interval(checkpoint_s: float, gpu_s: float, num_gpus: int) -> float:
     """Grade ``fn(checkpoint_s, gpu_s, num_gpus)``: seconds of training between checkpoints.

@@ -92,17 +92,15 @@ def _backward(fn: Callable, comm: Comm, case: Case) -> list[Tensor | None]:
     return [parameter.grad for parameter in layers.parameters()]
 
 
-def _gradients(rank: int, case: Case, sends: str = "") -> list[Tensor | None]:
-    """The gradients of a stage on one device, or where each stage ``sends`` something else."""
+def _gradients(rank: int, case: Case, sends_what_came: bool = False) -> list[Tensor | None]:
+    """The gradients of a stage on one device, or where each stage sends on what came."""
     stages = _stages(case.world_size)
     tensors = [_given(0, case)]
     for stage in stages:
         tensors.append(stage(tensors[-1]))
     loss = tensors[-1].square().mean()
-    if sends and rank < case.world_size - 1:
-        gradient = torch.ones_like(tensors[-1])
-        if sends == "what came":
-            (gradient,) = torch.autograd.grad(loss, tensors[-2], retain_graph=True)
+    if sends_what_came and rank < case.world_size - 1:
+        (gradient,) = torch.autograd.grad(loss, tensors[-2], retain_graph=True)
         tensors[rank + 1].backward(gradient)
     else:
         loss.backward()
@@ -130,9 +128,8 @@ backward = _check(
     call=_backward,
     target=partial(_target, -1),
     mistakes={
-        "leaving.backward() takes the gradient that was received": partial(_gradients, sends="1"),
         "a stage sends on the gradient of what entered it, not the one that it received": (
-            partial(_gradients, sends="what came")
+            partial(_gradients, sends_what_came=True)
         ),
     },
 )

@@ -118,14 +118,8 @@ def partners(rank: int, dp: int, pp: int, tp: int) -> tuple[list[int], list[int]
 @solved(
     *((4800, 2, 2), (4800, 4, 2), (96000, 8, 4), (4800, 2, 1), (960, 1, 4)),
     mistakes={
-        "between replicas only a shard travels, 1 / S of the gradients": (
-            lambda rule, *sizes: (rule(*sizes)[0], rule(sizes[0], 1, sizes[2])[1])
-        ),
         "inside, parameters are gathered twice, and gradients reduced once": (
             lambda rule, *sizes: (rule(*sizes)[0] * 2 // 3, rule(*sizes)[1])
-        ),
-        "an all-reduce of replicas sends a shard there and back: twice (R - 1) / R": (
-            lambda rule, *sizes: (rule(*sizes)[0], rule(*sizes)[1] // 2)
         ),
     },
 )

@@ -60,8 +60,8 @@ _MESSAGES = (
 @solved(
     *_MESSAGES,
     mistakes={
-        "alpha is not the time of the small message, which has bytes, too": (
-            lambda time_us, small, large, n: time_us(small, large, small[0] + n)
+        "the bytes of a message come first, then its time": (
+            lambda time_us, small, large, n: time_us(small[::-1], large[::-1], n)
         ),
         "the time is not in proportion to the bytes: each message has its alpha": (
             lambda time_us, small, large, n: large[1] / large[0] * n

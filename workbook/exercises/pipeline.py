@@ -60,6 +60,8 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
         return Wrong(f"{short(returned)}: expected triples (inputs, targets of the batch, weight)")
     sizes = [len(row) for row in rows]
     text = f"the micro-batches have {sizes} samples"
+    if sizes and max(sizes) - min(sizes) > 1:
+        return Wrong(f"{text}: more than one is between the largest and the smallest")
     if len(rows) != min(count, n) or max(sizes) - min(sizes) > 1 or 0 in sizes:
         return Wrong(f"{text}, expected {min(count, n)}, which differ by one at most")
     if sorted(itertools.chain(*rows)) != [*range(n)]:
@@ -165,6 +167,9 @@ def _why_slow(streams: Streams, num_micro_batches: int) -> str:
             if gap >= 1 and pending:
                 text = f"; after {action} stage {stage} is idle, though W{min(pending)} could run"
                 return f"{text}. It runs {_listed(stream)}"
+    pairs = [pair for stream in streams for pair in itertools.pairwise(map(str, stream))]
+    if all(after == before.replace("B", "W") for before, after in pairs if before[0] == "B"):
+        return "; each W follows its B at once, and the B of the stage before waits for it"
     last = len(streams) - 1
     return f"; no stage is idle while it could run a W. Stage {last} runs {_listed(streams[last])}"
 

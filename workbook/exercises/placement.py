@@ -29,9 +29,6 @@ _BYTE_CASES: tuple[tuple[tuple, int, Points, int], ...] = (
 @solved(
     *_BYTE_CASES,
     mistakes={
-        "over the cut before layer k goes the output of layer k - 1": (
-            lambda crossing, shapes, *rest: crossing(shapes[1:], *rest)
-        ),
         "a gradient of as many bytes comes back": (
             lambda crossing, shapes, n, points, _: crossing(shapes, n, points, len(shapes))
         ),
@@ -98,9 +95,6 @@ def _slowest_stage_s(_: Callable, *given: Any) -> float:
                 step(profile, points, link) - len(points) * link.alpha_s
             )
         ),
-        "a gradient comes back over each cut": lambda step, profile, points, link: (
-            (step(profile, points, link) + step(profile, (), link)) / 2
-        ),
         "the stages wait for each other, so the times of all layers add up": _slowest_stage_s,
     },
 )
@@ -144,7 +138,8 @@ def best_cuts(
     split = predict_split(profile, points, link)
     largest = max(split.memory_bytes)
     if largest > cap_bytes:
-        return Wrong(f"{text}: a stage needs {format_bytes(largest)}")
+        needs = f"stage {split.memory_bytes.index(largest)} needs {format_bytes(largest)}"
+        return Wrong(f"{text}: {needs}, and the cap is {format_bytes(cap_bytes)}")
     best_s = math.inf
     for num_cuts in range(max_stages):
         for cuts in combinations(range(1, len(profile.layers)), num_cuts):

@@ -117,20 +117,32 @@ def _who_waited(
     shown: Callable[[float], str] = _in_rounds_words,
 ) -> str:
     """Name the rank that waits longest, or else the one with the most calls."""
+    cause = ""
+    messages = sum(outcome.messages for outcome in ranks)
+    if steps_in_a_row([outcome.steps for outcome in ranks]) == messages:
+        cause = "\nno two messages are under way at the same time"
+    elif bytes_per_s < math.inf and not any(s[0] == "exchange" for o in ranks for s in o.steps):
+        cause = "\nno rank sends a segment while it receives the next one"
     longest = longest_wait([outcome.steps for outcome in ranks], latency_s, bytes_per_s)
     if longest is None:
         busiest = max(range(len(ranks)), key=lambda rank: len(ranks[rank].steps))
         calls = format_count(len(ranks[busiest].steps), "call")
-        return f". No rank waits for another; rank {busiest} has {calls} of comm, one by one"
+        text = f". No rank waits for another; rank {busiest} has {calls} of comm, one by one"
+        return text + cause
     text = f". Rank {longest.rank} waits longest: {shown(longest.wait_s)} for rank"
-    return f"{text} {longest.peer}, in its call {longest.call} of comm"
+    return f"{text} {longest.peer}, in its call {longest.call} of comm{cause}"
 
 
 def _who_sent_most(case: Case, ranks: Ranks) -> str:
     busiest = max(range(len(ranks)), key=lambda rank: ranks[rank].num_bytes)
     most = ranks[busiest]
     messages = format_count(most.messages, "message")
-    return f". Rank {busiest} sends most, {format_count(most.num_bytes, 'byte')} in {messages}"
+    text = f". Rank {busiest} sends most, {format_count(most.num_bytes, 'byte')} in {messages}"
+    if most.num_bytes > 8 * most.messages:
+        text += "\na message holds more than one number"
+    elif most.num_bytes == 8 * most.messages:
+        text += "\na result that is rounded to float32 takes 4 bytes, not 8"
+    return text
 
 
 _puzzle = partial(Puzzle, written=None, sizes=(24, 7), drawn_size=100_000)
@@ -320,6 +332,7 @@ def _input_gradient(rank: int, case: Case) -> list:
 def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor) -> list:
     """The gradient of ``first``, the most that new tensors held, and after which call."""
     calls = []
+    backwards = [LAYERS]
     peaks = [(0, "")]
 
     def note(call: str) -> None:
@@ -335,13 +348,18 @@ def _with_few_forwards(fn: Callable, comm: Comm, first: Tensor, gradient: Tensor
         return output
 
     def backward(layer: int, x: Tensor, gradient: Tensor) -> Tensor:
+        if layer != backwards[-1] - 1:
+            text = f"backward of layer {layer} came after that of layer {backwards[-1]}"
+            raise ValueError(f"{text}: they go one by one, from the last layer to the first")
+        backwards.append(layer)
         input_gradient = _backward(layer, x, gradient)
         note(f"backward({layer}, ...)")
         return input_gradient
 
     with PeakBytes() as held:
         input_gradient = fn(comm, forward, backward, first, gradient)
-    return [input_gradient, held.num_bytes, peaks[-1][1]]
+    again = "" if len(calls) > LAYERS else "\nno input is forgotten and computed again"
+    return [input_gradient, held.num_bytes, peaks[-1][1] + again]
 
 
 # The gradient through all layers, with at most two forwards of each: Chen and others, 2016.

@@ -181,7 +181,9 @@ def _wrong_attempt(processes: Sequence[list]) -> Found:
     ranks = [rank for rank, _ in by_rank]
     expected = [address for _, address in by_rank]
     if ranks != [*range(len(ranks))]:
-        return f"the ranks are {ranks}, expected each of 0 to {len(ranks) - 1} once{race}"
+        text = f"the ranks are {ranks}, expected each of 0 to {len(ranks) - 1} once{race}"
+        begins_at_1 = ranks == [*range(1, len(ranks) + 1)]
+        return f"{text}\nranks begin at 0, and the first add returns 1" if begins_at_1 else text
     for address, (rank, addresses), *_ in processes:
         if addresses != expected:
             text = f"the process at {address}, rank {rank}, returned {short(addresses)}, expected "

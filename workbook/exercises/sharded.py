@@ -42,11 +42,11 @@ def _divided(num_bytes: int, P: int, stage: int, least: tuple[int, ...] = (3, 2,
     *((9600, P, stage) for P in (2, 4) for stage in (0, 1, 2, 3)),
     *((96, 3, stage) for stage in (0, 1, 2, 3)),
     mistakes={
-        "Adam keeps two numbers per parameter": lambda rule, *case: [
-            size // (1 + (kind == 2)) for kind, size in enumerate(rule(*case))
-        ],
         "stage 1 divides the optimizer's state first, and parameters come last": (
             lambda rule, *case: _divided(*case, least=(1, 2, 3))
+        ),
+        "stage 1 divides Adam's state, and stage 2 the gradients as well": (
+            lambda rule, *case: _divided(*case, least=(3, 1, 2))
         ),
     },
 )
@@ -66,9 +66,6 @@ def ledger(num_bytes: int, world_size: int, stage: int) -> list[int]:
                 size // P * ((rank + 1) % P),
                 size if rank == P - 2 else size // P * ((rank + 1) % P + 1),
             ]
-        ),
-        "each longer chunk before it moves the start by one": lambda rule, size, rank, P: (
-            [edge - min((rank + 1) % P, size % P) for edge in rule(size, rank, P)]
         ),
         "the longer chunks come first, not last": (
             lambda rule, size, rank, P: [size * ((rank + 1) % P + end) // P for end in (0, 1)]

@@ -200,4 +200,12 @@ push = _check(
     "staleness.push", signature="comm, parameters, worker", call=_by_turns, judge=_judge_server
 )
 # The same for any worker that comes.
-server = _check("staleness.server", judge=_judge_server, drawn_size=1)
+server = _check(
+    "staleness.server",
+    judge=_judge_server,
+    drawn_size=1,
+    stuck={
+        "rank 0 is in recv,": "the server waits for one worker, though others may be there",
+        "rank 0 has returned": "the server ends before it has made num_updates updates",
+    },
+)

@@ -60,7 +60,12 @@ _CONVOLUTIONS = ((64, 8, 1, 32, 3), (256, 224, 64, 64, 3), (1, 5, 3, 2, 1), (7, 
 
 @solved(
     *_CONVOLUTIONS,
-    mistakes={"a multiply-add counts as two": lambda count, *conv: count(*conv) // 2},
+    mistakes={
+        "a multiply-add counts as two": lambda count, *conv: count(*conv) // 2,
+        "padded, the output has as many pixels as the input": (
+            lambda count, n, side, c_in, c_out, w: count(n, side - w + 1, c_in, c_out, w)
+        ),
+    },
 )
 def flops(samples: int, side: int, c_in: int, c_out: int, window: int) -> int:
     """Grade ``fn(samples, side, c_in, c_out, window)``: the operations of a convolution.
@@ -173,19 +178,12 @@ _WEIGHT = torch.tensor([1.0, 2.0, 3.0])
         for gradient, scale, good in _UPDATES
     ),
     mistakes={
-        "ask each element, not the sum": lambda fn, w, g, *rest: fn(
-            w, g / g.sum().isfinite(), *rest
-        ),
         "the scale doubles with the update that makes good equal to patience": (
             lambda update, *given: update(*given[:-1], given[-1] + 1)
         ),
         "divide by the scale as given, before it doubles": lambda update, w, g, scale, *rest: [
             update(w, g, max(scale, update(w, g, scale, *rest)[1]), *rest)[0],
             *update(w, g, scale, *rest)[1:],
-        ],
-        "one element that is not finite forbids the update": lambda update, w, g, *rest: [
-            w - rest[2] * g / rest[0] if g.isfinite().any() else w,
-            *update(w, torch.ones(1) if g.isfinite().any() else g, *rest)[1:],
         ],
     },
 )

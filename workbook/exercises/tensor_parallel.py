@@ -203,14 +203,6 @@ cross_entropy = Check(
 # n, T, D, P, bytes of an element
 @solved(
     *((2, 8, 6, 2, 4), (32, 64, 96, 4, 4), (1, 5, 12, 3, 8), (3, 4, 10, 1, 2)),
-    mistakes={
-        "half of it: two all-reduces forward and two backward, and each sends twice (P - 1) / P": (
-            lambda count, *sizes: count(*sizes) // 2
-        ),
-        "in each of 2 (P - 1) steps a rank sends a P-th": (
-            lambda count, *sizes: sizes[3] * count(*sizes)
-        ),
-    },
 )
 def block_bytes(
     samples: int, positions: int, features: int, world_size: int, element_bytes: int

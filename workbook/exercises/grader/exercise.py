@@ -160,6 +160,7 @@ class Exercise:
         chunked: judge the tensor as P chunks, and name the first wrong one.
         parts: case -> name -> what a wrong value may be made of; by default all ranks' tensors.
         mistakes: a sentence -> (rank, case) -> the wrong value it leads to.
+        stuck: a pattern of what is said of a run that did not end -> the mistake behind it.
         judge: (case, values by rank) -> what is wrong, or None; in place of ``expected``.
         rule: (case, outcomes by rank) -> what is wrong although the values are right, or None.
         target: (rank, case) -> Target of this rank.
@@ -182,6 +183,7 @@ class Exercise:
     chunked: bool = False
     parts: Callable[[Case], Mapping[str, Any]] | None = None
     mistakes: Mapping[str, Callable[[int, Case], Any]] = field(default_factory=dict)
+    stuck: Mapping[str, str] = field(default_factory=dict)
     judge: Callable[[Case, list[Any]], Found] | None = None
     rule: Callable[[Case, Ranks], Found] = lambda case, ranks: None
     target: Callable[[int, Case], Target] | None = None

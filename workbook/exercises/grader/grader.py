@@ -5,6 +5,7 @@ traffic, shows one verdict, and never raises.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,7 +102,8 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
         except DidNotFinish as error:
             if problems:
                 break
-            notes = [*_earlier_mistake(fn, exercise, cases[: cases.index(error.case)]), str(error)]
+            earlier = _earlier_mistake(fn, exercise, cases[: cases.index(error.case)])
+            notes = [*earlier, _in_words(Problem(str(error), _why_stuck(exercise, error)))]
             return Verdict(exercise.name, NOT_YET, notes=notes)
         problems_here = _problems(exercise, tried)
         # Of the same problem, the larger world size shows more.
@@ -116,6 +118,17 @@ def grade_on_ranks(fn: Callable, exercise: Exercise, world_sizes: Iterable[int])
             problem = problem._replace(cause=cause)
         notes.append(_in_words(problem))
     return _verdict(exercise, columns, notes, num_answers=len(cases) // 2)
+
+
+def _why_stuck(exercise: Exercise, error: DidNotFinish) -> str:
+    """The mistake with which a run did not end, if it can be told from who waits for whom."""
+    waiting = r"rank (\d+) is in (?:send|exchange), waiting for rank (\d+) to receive"
+    for rank, peer in re.findall(waiting, str(error)):
+        allowed = exercise.target and exercise.target(int(rank), error.case).peers
+        if allowed is not None and int(peer) not in allowed:
+            return f"rank {rank} has nothing to send to rank {peer}"
+    found = (why for pattern, why in exercise.stuck.items() if re.search(pattern, str(error)))
+    return next(found, "")
 
 
 def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[str]:
@@ -169,8 +182,9 @@ def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, Problem
         return problems
     for case, ranks in tried.items():
         if broken := exercise.rule(case, ranks):
-            facts = f"all results are right, but {exercise.where(case)}: {broken}"
-            return {"rule": Problem(facts)}
+            facts, _, cause = broken.partition("\n")
+            facts = f"all results are right, but {exercise.where(case)}: {facts}"
+            return {"rule": Problem(facts, cause)}
     return {}
 
 

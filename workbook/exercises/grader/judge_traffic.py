@@ -50,7 +50,9 @@ def _problem(exercise: Exercise, case: Case, ranks: Ranks, row: str) -> str:
         return ""
     if row == "messages":
         times = max(spent) // max(target)
-        if spent == [times * limit for limit in target]:
+        if spent == [limit + 1 for limit in target]:
+            text += ": one message too many on each rank"
+        elif spent == [times * limit for limit in target]:
             text += f": as many as {times} calls take, where one is enough"
     elif row == "barriers":
         text += ": comm.barrier sends messages, too; send and recv wait by themselves"

@@ -232,6 +232,8 @@ def _describe(exercise: Exercise, case: Case, wrong: Part) -> tuple[str, str]:
         is_turned = (
             isinstance(value, Tensor) and value.dim() == 2 and agree(value.T, wrong.expected)
         )
+        if value is not None and wrong.expected is None:
+            return kind, "this rank has to return None"
         return kind, "it is transposed" if is_turned else ""
     value = _flat(wrong.value)
     expected = _flat(wrong.expected)

@@ -32,10 +32,10 @@ from workbook.notebook.pages import page_files
 # lost, a loop as endless.
 _COMPUTING_S = 4.0
 _TIMEOUT_S = 10.0
-_MESSAGE_S = 0.3
+_MESSAGE_S = 0.15
 _MOST_TURNS = 500
 # Of more mistakes of a level that fit, none is likely. Such values may fit by chance.
-_MOST_PHRASES = (2, 2, 1)
+_MOST_PHRASES = (4, 2, 1)
 # Fewer answers of a few kinds, such as True and False, may be alike by chance.
 _MANY_CHOICES = 16
 # Results of the same mistake in other words may differ by more than right ones.
@@ -109,10 +109,11 @@ def _fitting(
     fitting: list[list[str]] = [[], [], []]
     for phrase, level, code in with_one_mistake(counted, words):
         if time.process_time() > end_s:
-            return []
+            # What fits does so, but another mistake of those that tell less may fit, too.
+            return fitting[0][: _MOST_PHRASES[0]]
         if phrase in fitting[level]:
             continue
-        changed = dict(names)
+        changed = names | {"range": lambda *args: range(*args)[:_MOST_TURNS]}
         exec(code, changed)
         for case, of_case in calls:
             changed["_count_turn"] = iter(range(1, _MOST_TURNS)).__next__
@@ -120,9 +121,12 @@ def _fitting(
                 break
         else:
             fitting[level].append(phrase)
+    results = [value for of_case in values.values() for value in of_case]
+    if all(type(result) in _CHOICES for result in results) and sum(map(len, fitting)) > 1:
+        return []  # Two kinds of answers may be alike by chance.
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
-            return phrases if len(phrases) <= most else []
+            return phrases[:2] if len(phrases) <= most else []
     return []
 
 

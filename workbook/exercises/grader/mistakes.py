@@ -6,25 +6,36 @@ Each has a phrase, such as "with one step more", which does not show the line th
 import ast
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
 
-# Code, what a mistake makes of it, and the phrase. Here a, b, c and f stand for any expression.
+# Code, what a mistake makes of it, and the phrase. Here a, b, c and f stand for any expression,
+# and x for an argument of the exercise, or a variable that its text names.
 # In place of a phrase with a part that has no words there is the one after "or".
 _SUM, _MEAN = "with a sum of losses in place of their mean", "with mean losses in place of sums"
+_NOT_ADDED, _NOT_SUBTRACTED = "that does not add {b}", "that does not subtract {b}"
+_TERM, _ADDS = "without one of its terms", "that adds what comes in"
+_OWN_FIRST = "that begins with the rank's own"
 _RULES = (
-    ("a + b", "a", "that does not add {b} or without one of its terms"),
-    ("a + b", "b", "that does not add {a} or without one of its terms"),
+    ("a + b", "a", f"{_NOT_ADDED} to {{a}} or {_NOT_ADDED} or {_TERM}"),
+    ("a + b", "b", f"that does not add {{a}} or {_TERM}"),
     ("a + b", "a - b", "that subtracts where it should add"),
-    ("a - b", "a", "that does not subtract {b} or without one of its terms"),
+    ("a - b", "a", f"{_NOT_SUBTRACTED} from {{a}} or {_NOT_SUBTRACTED} or {_TERM}"),
     ("a - b", "a + b", "that adds where it should subtract"),
     ("a * b", "a", "that does not multiply by {b} or without one of its factors"),
     ("a * b", "b", "that does not multiply by {a} or without one of its factors"),
+    ("a / (b * c)", "a / b", "that does not divide by {c} or without one of its divisions"),
+    ("a / (b * c)", "a / c", "that does not divide by {b} or without one of its divisions"),
     ("a / b", "a", "that does not divide by {b} or without one of its divisions"),
+    ("a / b", "b / a", "that divides the wrong way round"),
     ("a / b", "a * b", "that multiplies where it should divide"),
     ("a / b", "a / comm.world_size", "that divides by the number of ranks"),
+    ("a / b", "a / (comm.world_size - 1)", "that divides by one less than the number of ranks"),
+    ("a / b", "a / x", "that divides by {x}"),
+    ("a / b", "a / max(1, len(x))", "that divides by the number of {x}"),
     ("a // b", "a", "that does not divide by {b} or without one of its divisions"),
     ("a % b", "a", "that does not take a remainder (%)"),
     ("a % b", "(a + 1) % b", "with an index that is one too large"),
@@ -35,15 +46,22 @@ _RULES = (
     ("a <= b", "a < b", "with < in place of <="),
     ("a > b", "a >= b", "with >= in place of >"),
     ("a >= b", "a > b", "with > in place of >="),
-    ("a and b", "a", "without one of its conditions"),
-    ("a and b", "b", "without one of its conditions"),
-    ("a or b", "a", "without one of its conditions"),
-    ("a or b", "b", "without one of its conditions"),
+    ("a >= b", "a == b", "with == in place of >="),
+    ("a <= b", "a == b", "with == in place of <="),
+    ("torch.equal(a, b)", "torch.allclose(a, b)", "with a tolerance"),
     ("range(a)", "range(a + 1)", "with one step more"),
     ("range(a)", "range(a - 1)", "with one step fewer"),
     ("range(a)", "range(1, a)", "with one step fewer"),
     ("range(a, b)", "range(a, b - 1)", "with one step fewer"),
     ("range(a, b)", "range(a + 1, b)", "with one step fewer"),
+    ("[a for b in c if f]", "sorted([a for b in c if f])", "that sorts a list"),
+    ("sorted(a)", "sorted(a, reverse=True)", "that sorts in descending order"),
+    ("a.isfinite()", "~a.isnan()", "that looks for NaN, not for infinity"),
+    ("a.detach()", "torch.zeros_like(a)", "with zeros in place of {a} or that begins with zeros"),
+    ("a.clone()", "torch.zeros_like(a)", "with zeros in place of {a} or that begins with zeros"),
+    ("a.split(b)", "[a[:n] for n in b]", "that takes each piece from the beginning"),
+    ("zip(*a)", "zip(*a[:-1])", "that leaves out the last of {a} or that leaves out the last"),
+    ("f(comm, a)", "f(comm, a.abs())", "that loses the signs"),
     ("f(a)", "a", "without {f}"),
     ("f(a, b)", "a", "without {f}"),
     ("f(a, b)", "b", "without {f}"),
@@ -53,31 +71,57 @@ _RULES = (
     ("cross_entropy(a, b)", "cross_entropy(a, b, reduction='sum')", _SUM),
     ("f.cross_entropy(a, b)", "f.cross_entropy(a, b, reduction='sum')", _SUM),
     ("f.cross_entropy(a, b, reduction='sum')", "f.cross_entropy(a, b)", _MEAN),
-    ("a[b:]", "a", "that leaves nothing out"),
+    ("a[b:]", "a", "that leaves out none of {a} or that leaves nothing out"),
+    ("a.index_add_(b, c, f)", "a.index_copy_(b, c, f)", "that overwrites where it should add"),
     ("a.topk(b)", "a.topk(b, largest=False)", "that takes the smallest"),
     ("a.tensor_split(b)", "[*a[: len(a) // b * b].view(b, -1)]", "that leaves out a remainder"),
     ("ring_all_reduce(comm, a)", "ring_all_reduce(comm, a, 'mean')", "with a mean over the ranks"),
     ("ring_all_reduce(comm, a, b)", "ring_all_reduce(comm, a)", "with a sum over the ranks"),
-    ("comm.exchange(a, b, c, f)", "c.add_(comm.exchange(a, b, c.clone(), f))", "that only adds"),
-    ("comm.recv(a, b)", "a.add_(comm.recv(a.clone(), b))", "that adds what it receives"),
+    ("comm.exchange(a, b, c, f)", "c.add_(comm.exchange(a, b, c.clone(), f))", _ADDS),
+    ("comm.recv(a, b)", "a.add_(comm.recv(a.clone(), b))", _ADDS),
+    ("a.backward(b)", "a.sum().backward()", "that begins backward with ones"),
     ("a += b", "a[...] = b", "that overwrites where it should add"),
+    ("a += b", "a += b / comm.world_size", "with a mean over the ranks"),
     ("a += b", "a = a + b", "that does not change {a}"),
     ("a += b", "pass", "that does not change {a}"),
     ("a -= b", "a += b", "that adds where it should subtract"),
     ("right, left = a, b", "left, right = a, b", "with the neighbors exchanged"),
     ("dst, src = a, b", "src, dst = a, b", "with sender and receiver exchanged"),
+    ("a[dst]", "a[comm.rank]", "with its own rank in place of its neighbor's"),
+    ("a[src]", "a[comm.rank]", "with its own rank in place of its neighbor's"),
+    ("comm.send(a, b)", "comm.send(x, b)", "that sends {x}"),
+    ("comm.exchange(a, b, c, f)", "comm.exchange(x, b, c, f)", "that sends {x}"),
+    ("return a", "return x", "that returns {x}"),
+    ("return a", "return a - x", "that leaves {x} out"),
+    ("return a, b", "return x, b", "that returns {x} as entry 0"),
+    ("return a, b", "return a, x", "that returns {x} as entry 1"),
+    ("return a, b, c", "return x, b, c", "that returns {x} as entry 0"),
+    ("return a, b, c", "return a, b, x", "that returns {x} as entry 2"),
     ("return a, b", "return b, a", "that returns its results in another order"),
-    ("return a", "return [*a[comm.rank :], *a[: comm.rank]]", "that begins with the rank's own"),
+    ("return a", "return (lambda d: [d[comm.rank - n] for n in range(len(d))])(a)", _OWN_FIRST),
+    ("return a", "return (lambda d: [d.pop(comm.rank), *d])(a)", _OWN_FIRST),
+    ("return a", "return [*a[comm.rank :], *a[: comm.rank]]", _OWN_FIRST),
 )
 _LOOPS = {
     "list(a)[1:]": "that leaves out the first turn of a loop",
     "list(a)[:-1]": "that leaves out the last turn of a loop",
     "list(a)[::-1]": "with a loop in the reverse order",
 }
+# Terms of solutions in words that are not in them.
+_TERMS = {"is_target.float()": "1 at the target", "of_target": "the target's logit"}
+_TERMS |= {"layer.forward_s": "forward_s", "layer.backward_s": "backward_s"}
+_TERMS |= {"total.log()": "the logarithm", "highest[:, None]": "the maximum"}
+_TERMS |= {"passing": "what it passes on", "push": "the gradient"}
+_TERMS |= {"everyone[comm.rank]": "its own"}
+_TERMS |= {"left[places]": "to 0 what it sent", "min(chunk, longer)": "1 for each longer chunk"}
+_TERMS |= {"filling": "a bucket is left at the end", "not missing[turn]": "the bucket is full"}
+# Longer expressions are not put into words.
+_SHORT = 30
 # A function, an operation or a rank -> what it may be taken for.
-_REDUCTIONS = ("sum", "mean", "median", "max")
+_REDUCTIONS = ("sum", "mean", "median", "max", "min")
 _OTHER_NAMES: dict[str, Collection[str]] = dict.fromkeys(_REDUCTIONS, _REDUCTIONS)
-_OTHER_NAMES |= {"min": ["max"], "maximum": ["minimum"], "sub_": ["add_"], "add_": ["copy_"]}
+_OTHER_NAMES |= {"maximum": ["minimum"], "sub_": ["add_"], "add_": ["copy_"]}
+_OTHER_NAMES |= {"all": ["any"], "any": ["all"]}
 _OTHER_NAMES |= {"dst": ["src"], "src": ["dst"], "left": ["right"], "right": ["left"]}
 
 
@@ -95,28 +139,39 @@ def with_one_mistake(source: str, known: Collection[str]) -> Iterator[tuple[str,
     ``known``: the words that a phrase may use for what is in the source.
     """
     tree = ast.parse(source)
-    arguments = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    arguments = [n.arg for n in ast.walk(tree) if isinstance(n, ast.arg) and n.arg != "comm"]
+    lines = [line for line in ast.walk(tree) if isinstance(line, ast.Assign)]
+    values = {ast.unparse(line.targets[0]): line.value for line in lines}
+    others = [*arguments, *(name for name in values if name in known or name in _TERMS)]
+    seen = {ast.unparse(tree)}
     alike: dict[Any, list[_Change]] = {}
     for parent in list(ast.walk(tree)):
-        for node in list(ast.iter_child_nodes(parent)):
-            changes = [*_by_rules(node, known), *_by_names(node, arguments), *_by_lines(node)]
+        # What is changed in place is meant.
+        is_written = isinstance(parent, ast.Subscript) and isinstance(parent.ctx, ast.Store)
+        for node in [] if is_written else list(ast.iter_child_nodes(parent)):
+            changes = [*_by_rules(node, known, others), *_by_lines(node, known)]
+            changes += _by_names(node, arguments, values, known)
             for change in changes:
-                yield from _compiled(tree, [change])
+                yield from _compiled(tree, [change], seen)
                 if change.kind:
                     alike.setdefault((change.kind, type(parent)), []).append(change)
     # What is mistaken in one place may be mistaken in all.
-    for changes in alike.values():
-        if len(changes) > 1:
-            yield from _compiled(tree, changes)
+    for changes in filter(None, [*alike.values(), *_exchanged(tree, arguments)]):
+        yield from _compiled(tree, changes, seen)
 
 
-def _compiled(tree: ast.Module, changes: list[_Change]) -> Iterator[tuple[str, int, CodeType]]:
-    """The code of the tree with the changes; nothing if it is no Python."""
+def _compiled(
+    tree: ast.Module, changes: list[_Change], seen: set[str]
+) -> Iterator[tuple[str, int, CodeType]]:
+    """The code of the tree with the changes; nothing if it is no Python, or has been seen."""
     changed: Any = _Replacement({id(change.old): change.new for change in changes}).visit(tree)
     with contextlib.suppress(SyntaxError, TypeError, ValueError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it may be unusual Python
         code = compile(ast.fix_missing_locations(changed), "<mistake>", "exec")
-        yield changes[0].phrase, changes[0].level, code
+        text = ast.unparse(changed)
+        if text not in seen:
+            seen.add(text)
+            yield changes[0].phrase, changes[0].level, code
     _Replacement({id(change.new): change.old for change in changes}).visit(tree)
 
 
@@ -162,29 +217,36 @@ def _matches(pattern: Any, node: Any, parts: dict[str, Any]) -> bool:
     return pattern == node
 
 
-def _by_rules(node: ast.AST, known: Collection[str]) -> Iterator[_Change]:
+def _by_rules(node: ast.AST, known: Collection[str], others: list[str]) -> Iterator[_Change]:
     for pattern, (_, mistaken, phrase) in zip(_PATTERNS, _RULES):
         parts: dict[str, Any] = {}
         if not _matches(pattern, node, parts):
             continue
-        code = {name: ast.unparse(part) for name, part in parts.items()}
-        words = {name: _words_of(part, known) for name, part in parts.items()}
-        words["f"] = _name_of(parts.get("f"))
-        exact, _, text = phrase.partition(" or ")
-        if all(word or f"{{{name}}}" not in exact for name, word in words.items()):
-            text = exact.format(**words)
-        if text:
-            level = int(" one of its " in text or text.endswith(" 1"))
-            new = _Replacement(parts).visit(_parsed(mistaken))
-            yield _Change(text, level, node, new, (mistaken, exact.format(**code)))
+        for other in others if "{x}" in phrase else [""]:
+            parts["x"] = ast.Name(other, ast.Load())
+            code = {name: ast.unparse(part) for name, part in parts.items()}
+            words = {name: _words_of(part, known) for name, part in parts.items()}
+            words |= {"f": _name_of(parts.get("f")), "x": _TERMS.get(other, other)}
+            exact, *_ = phrases = phrase.split(" or ")
+            unknown = [f"{{{name}}}" for name, word in words.items() if not word]
+            for text in [text for text in phrases if not any(part in text for part in unknown)][
+                :1
+            ]:
+                level = int(" one of its " in text or text.endswith(" 1"))
+                new = _Replacement(parts).visit(_parsed(mistaken))
+                kind = mistaken, exact.format(**code)
+                yield _Change(text.format(**words), level, node, new, kind)
 
 
 def _words_of(part: ast.AST, known: Collection[str]) -> str:
     """An expression in words that the learner knows; "" if there are none."""
     text = ast.unparse(part)
-    names = {node.id for node in ast.walk(part) if isinstance(node, ast.Name)}
+    if text in _TERMS or _name_of(part) == "recv":
+        return _TERMS.get(text, "what comes in")
+    names = {*re.findall(r"[^\W\d]\w*", text)} - {"len", "not"}
     is_known = text in known or text in ("comm.world_size", "comm.rank")
-    if is_known or (isinstance(part, ast.Constant | ast.Compare) and names <= {*known}):
+    is_short = not isinstance(part, ast.Call | ast.Name) and len(text) < _SHORT
+    if is_known or (is_short and names <= {*known}):
         return text
     _, _, counted = text.partition("num_")
     if isinstance(part, ast.Call) and _name_of(part) == "len":
@@ -198,29 +260,38 @@ def _name_of(function: Any) -> str:
     return getattr(function, "attr", getattr(function, "id", "")).strip("_")
 
 
-def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
+def _by_names(
+    node: Any, arguments: list[str], values: Mapping[str, ast.expr], known: Collection[str]
+) -> Iterator[_Change]:
     """Another name, or another argument of the exercise."""
     for field in ("id", "attr", "value"):
         name = getattr(node, field, None)
         others: list = [*_OTHER_NAMES.get(name, ())] if isinstance(name, str) else []
-        if field == "id" and name in arguments:
-            unit = name.rpartition("_")[2]
-            others += [other for other in arguments if other.endswith(f"_{unit}")]
         if type(name) is int:
-            others = [name - 1, name + 1, 2 * name, name // 2]
+            others = [name - 1, name + 1, 2 * name, name // 2, 4, 8]
         for other in others:
             new = copy.copy(node)
             setattr(new, field, other)
             if other != name:
                 phrase = f"with {other} in place of {name}"
                 yield _Change(phrase, 2 * (type(name) is int), node, new, (field, name, other))
-    for argument in arguments:
-        given = ast.Name(argument, ast.Load())
-        if isinstance(node, ast.Call) and _name_of(node) in ("send", "exchange"):
-            phrase = f"that sends {argument}"
-            yield _Change(phrase, 0, node.args[0], given, phrase)
-        if isinstance(node, ast.Return) and node.value:
-            yield _Change(f"that returns {argument}", 0, node.value, given)
+    for part in node.values if isinstance(node, ast.BoolOp) else ():
+        rest = [value for value in node.values if value is not part]
+        new = ast.BoolOp(node.op, [*rest, *rest[:1]])
+        text = _words_of(part, known)
+        phrase = f"that does not ask whether {text}" if text else "without one of its conditions"
+        yield _Change(phrase, int(not text), node, new)
+    if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        for other in (0, 1, -1) if type(node.value.value) is int else ():
+            new = ast.keyword(node.arg, ast.Constant(other))
+            phrase = f"with {node.arg}={other} in place of {ast.unparse(node)}"
+            yield _Change(phrase, 0, node, new)
+    value = values.get(getattr(node, "id", ""))
+    if value and isinstance(node.ctx, ast.Load) and (meant := _words_of(value, known)):
+        for name in {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}:
+            if name in arguments:
+                new = ast.Name(name, ast.Load())
+                yield _Change(f"with {name} in place of {meant}", 0, node, new)
     words = []
     inner = node
     while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
@@ -237,7 +308,37 @@ def _by_names(node: Any, arguments: list[str]) -> Iterator[_Change]:
                 yield _Change("with an entry in place of its number", 0, part, given)
 
 
-def _by_lines(node: Any) -> Iterator[_Change]:
+def _exchanged(tree: ast.Module, arguments: list[str]) -> Iterator[list[_Change]]:
+    """Changes of several places that are one mistake, and those that may take long."""
+    nodes = [*ast.walk(tree)]
+    for line in nodes:
+        if isinstance(line, ast.Assign | ast.Return):
+            yield [
+                _Change("that takes no differences", 0, part, part.left)
+                for part in ast.walk(line)
+                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub)
+            ]
+        if isinstance(line, ast.For) and isinstance(line.target, ast.Name):
+            turned = []
+            phrase = f"that adds {line.target.id} where it should subtract it, or the other way"
+            for part in ast.walk(line):
+                if isinstance(part, ast.BinOp) and ast.unparse(part.right) == line.target.id:
+                    op = ast.Add() if isinstance(part.op, ast.Sub) else ast.Sub()
+                    turned.append(_Change(phrase, 0, part, ast.BinOp(part.left, op, part.right)))
+            yield turned
+    # A list in place of a number may make a long one.
+    several = [n for n in nodes if isinstance(n, ast.Subscript) or hasattr(n, "iter")]
+    lists = {ast.unparse(getattr(n, "iter", None) or n.value) for n in several}
+    for name in arguments:
+        for other in {*arguments, "0"} - {name} - (set() if name in lists else lists):
+            phrase = f"with {other} in place of {name}"
+            places = [node for node in nodes if getattr(node, "id", "") == name]
+            changes = [_Change(phrase, 0, node, _parsed(other)) for node in places]
+            yield from [[change] for change in changes]
+            yield changes
+
+
+def _by_lines(node: Any, known: Collection[str]) -> Iterator[_Change]:
     """Turns of loops and lines that are missing, or in another order."""
     turns = getattr(node, "iter", None)
     if turns and _name_of(turns) != "range":
@@ -251,22 +352,31 @@ def _by_lines(node: Any) -> Iterator[_Change]:
                 if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod):
                     part.left = ast.BinOp(part.left, ast.Add(), ast.Constant(by))
             yield _Change(f"with indices that are one too {word}", 0, node, shifted)
+    if isinstance(node, ast.While):
+        yield _Change("with if in place of while", 0, node, ast.If(node.test, node.body, []))
     if isinstance(node, ast.If) and node.orelse:
         for branch, other in (("body", "orelse"), ("orelse", "body")):
             *_, line = getattr(node, branch)
             both = copy.copy(node)
             setattr(both, other, [*getattr(node, other), line])
-            name = _deed(line)
+            name = _deed(line, known)
             phrase = f"with {name or 'one of its lines'} in both cases, not in one"
             yield _Change(phrase, int(not name), node, both)
     body = getattr(node, "body", None)
     lines: list[ast.stmt] = body if isinstance(body, list) else []
     for index, line in enumerate(lines):
-        name = _deed(line)
+        name = _deed(line, known)
+        sides = (line.targets[0], line.value) if isinstance(line, ast.Assign) else ()
+        for number, (_, entry) in enumerate(zip(*(getattr(side, "elts", ()) for side in sides))):
+            shorter: Any = copy.deepcopy(line)
+            del shorter.targets[0].elts[number], shorter.value.elts[number]
+            words = _words_of(entry, known)
+            phrase = f"that sets nothing to {words}" if words else "without one of its assignments"
+            yield _Change(phrase, int(not words), line, shorter)
         if not isinstance(line, (ast.FunctionDef, ast.Return, ast.AugAssign)):
             yield _Change(f"without {name or 'one of its lines'}", int(not name), line, ast.Pass())
         if index > 0:
-            before = _deed(lines[index - 1])
+            before = _deed(lines[index - 1], known)
             swapped = copy.copy(node)
             swapped.body = [*lines[: index - 1], line, lines[index - 1], *lines[index + 1 :]]
             phrase = "with two of its lines in the other order"
@@ -275,8 +385,16 @@ def _by_lines(node: Any) -> Iterator[_Change]:
             yield _Change(phrase, int(not name or not before), node, swapped)
 
 
-def _deed(line: ast.stmt) -> str:
+def _deed(line: ast.stmt, known: Collection[str]) -> str:
     """What a line does, in words; "" if that cannot be said."""
     if isinstance(line, ast.AugAssign):
         return "an update"
+    if isinstance(line, ast.Delete):
+        return "del"
+    if isinstance(line, ast.Assign) and (words := _words_of(line.targets[0], known)):
+        return f"setting {words}"
+    if isinstance(line, ast.If) and (words := _words_of(line.test, known)):
+        return f"asking whether {words}"
+    if isinstance(line, ast.For | ast.If) and len(line.body) == 1:
+        return _deed(line.body[0], known)
     return _name_of(line.value) if isinstance(line, ast.Expr) else ""
