@@ -48,6 +48,6 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     for cycle in cycles:
         messages = []
         for names in cycle:
-            messages.append({"new": [(name, "allreduce") for name in names], "waits": False})
-        decided.append([decision.name for decision in coordinator.decide(messages)])
+            messages.append({"new": dict.fromkeys(names, "allreduce"), "waits": False})
+        decided.append(list(coordinator.decide(messages)))
     return decided
