@@ -129,9 +129,13 @@ def scoreboard(record: Record, recorded: bool = False) -> Table:
     rows = [_cells(record, contender, mark) for contender in present(record).values()]
     if not rows:
         return Table(("contender",), ())
-    # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
-    heads = [head for head in rows[0] if any(row[head] != "-" for row in rows)]
-    return Table(tuple(heads), tuple(tuple(row[head] for head in heads) for row in rows))
+    columns = {}
+    for head in rows[0]:
+        cells = [row[head] for row in rows]
+        # A column in which nobody has a value is left out, such as the ratio to PyTorch's.
+        if set(cells) != {"-"}:
+            columns[head] = cells
+    return Table(tuple(columns), tuple(zip(*columns.values())))
 
 
 def report(record: Record) -> str:
@@ -192,8 +196,9 @@ def _peak_memory(runs: list[dict]) -> str:
     """The median over runs of the rank, or the GPU, that took most."""
     peaks = []
     for run in runs:
-        ranks = [PeakMemory(**rank) for rank in run.get("peak_memory", ()) if rank]
-        num_bytes = [size for rank in ranks for size in rank.by_device.values()]
+        num_bytes: list[int] = []
+        for rank in filter(None, run.get("peak_memory", ())):
+            num_bytes += PeakMemory(**rank).by_device.values()
         if num_bytes:
             peaks.append(max(num_bytes))
     return format_bytes(statistics.median(peaks)) if peaks else "-"
