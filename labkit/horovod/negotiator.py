@@ -13,7 +13,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,20 +57,15 @@ class Handle:
     option: str
     tensor: Tensor
     location: str
-    result: Tensor | None = None
-    error: BaseException | None = None
+    future: Future[Tensor] = field(default_factory=Future)
+    is_awaited: bool = False
 
     def wait(self) -> Tensor:
         """Return the result; HorovodInternalError or PeerLostError if there is none."""
         with self.engine.changed:
-            self.engine.num_waiting += 1
+            self.is_awaited = True
             self.engine.changed.notify_all()
-            self.engine.changed.wait_for(lambda: self.result is not None or self.error)
-            self.engine.num_waiting -= 1
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result
+        return self.future.result()
 
 
 class Engine(threading.Thread):
@@ -83,7 +79,6 @@ class Engine(threading.Thread):
         self.opened = opened
         self.comm = opened.comm
         self.changed = threading.Condition()
-        self.num_waiting = 0
         self._num_unnamed = Counter[str]()
         self._coordinator = Coordinator(self.comm.world_size)  # asked on rank 0 alone
         # What is under way, by name, and the descriptions of what rank 0 does not know yet.
@@ -110,10 +105,11 @@ class Engine(threading.Thread):
                 self._num_unnamed[kind] += 1
                 name = f"noname.{self._num_unnamed[kind]}"
             name = f"{kind}.{name}"
-            if name in self._handles:
+            earlier = self._handles.get(name)
+            if earlier is not None:
                 raise ValueError(
-                    f"{name!r} is under way already, from {self._handles[name].location}: wait "
-                    "for that one first, or give another name"
+                    f"{name!r} is under way already, from {earlier.location}: wait for that one "
+                    "first, or give another name"
                 )
             handle = Handle(self, name, kind, option, tensor.detach(), location)
             self._handles[name] = handle
@@ -129,22 +125,26 @@ class Engine(threading.Thread):
         except BaseException as error:
             with self.changed:
                 self._error = error
-                for handle in list(self._handles.values()):
-                    self._finish(handle, error=error)
+            while self._handles:
+                _, handle = self._handles.popitem()
+                handle.future.set_exception(error)
             self.comm.session.board.give_up(self.comm.rank, f"{type(error).__name__}: {error}")
 
     def _await_work(self) -> bool:
         """Sleep until the next cycle is due; False when this rank has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self._handles or self._is_ending)
-            self.changed.wait_for(lambda: self._new and self.num_waiting, CYCLE_S)
+            self.changed.wait_for(lambda: self._new and self._program_waits(), CYCLE_S)
             return bool(self._handles)
+
+    def _program_waits(self) -> bool:
+        return any(handle.is_awaited for handle in self._handles.values())
 
     def _negotiate(self) -> dict[str, str]:
         """Agree with the other ranks on what runs next, see ``Coordinator.decide``."""
         with self.changed:
             credit_to(next(iter(self._handles.values())).location)
-            message = {"new": self._new, "waits": self.num_waiting > 0}
+            message = {"new": self._new, "waits": self._program_waits()}
             self._new = {}
         if self.comm.rank != 0:
             self._send(message, dst=0)
@@ -172,19 +172,11 @@ class Engine(threading.Thread):
             if not error:
                 agreed.append(self._handles[name])
             elif name in self._handles:  # a deadlock ends names that this rank has not submitted
-                self._finish(self._handles[name], error=HorovodInternalError(error))
+                self._handles.pop(name).future.set_exception(HorovodInternalError(error))
         for handles in fuse(agreed, FUSION_BYTES):
             for handle, result in zip(handles, run_collective(self.comm, handles)):
-                self._finish(handle, result)
-
-    def _finish(
-        self, handle: Handle, result: Tensor | None = None, error: BaseException | None = None
-    ) -> None:
-        with self.changed:
-            del self._handles[handle.name]
-            handle.result = result
-            handle.error = error
-            self.changed.notify_all()
+                del self._handles[handle.name]
+                handle.future.set_result(result)
 
     def end(self) -> None:
         """End the thread; what is under way has a moment to finish."""
