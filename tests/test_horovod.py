@@ -11,26 +11,26 @@ from torch import nn
 import labkit.horovod as hvd
 from labkit import run
 from labkit.costs.traffic import direct_all_reduce_cost
-from labkit.horovod.coordinator import Coordinator, Request
+from labkit.horovod.coordinator import Coordinator
 from labkit.horovod.negotiator import Handle, fuse
 
 # ---- the coordinator
 
 
 def says(*names, waits=False):
-    return {"new": [Request(name, "allreduce sum float32 [2]") for name in names], "waits": waits}
+    return {"new": dict.fromkeys(names, "allreduce sum float32 [2]"), "waits": waits}
 
 
 def test_nothing_is_decided_before_all_ranks_have_it_and_then_in_one_order():
     coordinator = Coordinator(3)
-    assert coordinator.decide([says("a"), says("b"), says("a", "b")]) == []
-    assert [one.name for one in coordinator.decide([says("b"), says(), says()])] == ["b"]
-    assert [one.name for one in coordinator.decide([says(), says("a"), says()])] == ["a"]
+    assert coordinator.decide([says("a"), says("b"), says("a", "b")]) == {}
+    assert list(coordinator.decide([says("b"), says(), says()])) == ["b"]
+    assert list(coordinator.decide([says(), says("a"), says()])) == ["a"]
 
 
 def test_ready_sums_are_fused_up_to_the_limit_by_operation_and_dtype():
     def submitted(tensor, kind="allreduce", option="sum"):
-        return Handle(None, kind, option, tensor, "a line")
+        return Handle(None, "a name", kind, option, tensor, "a line")
 
     sizes = [
         [one.tensor.numel() for one in group]
@@ -117,9 +117,11 @@ def errors():
     refused("not a rank", hvd.broadcast, one, hvd.size())
     refused("detach", hvd.allreduce, one.requires_grad_())
     one = one.detach()
-    hvd.allreduce_async_(one, name="twice")
-    with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, from .*\.py"):
-        hvd.allreduce_async_(one.clone(), name="twice")
+    # Nothing begins, or ends, in the meantime.
+    with hvd.engine().changed:
+        hvd.allreduce_async_(one, name="twice")
+        with pytest.raises(ValueError, match=r"'allreduce.twice' is under way already, .*\.py"):
+            hvd.allreduce_async_(one.clone(), name="twice")
     hvd.allreduce(torch.ones(1))
 
 
@@ -281,6 +283,7 @@ def optimizer_refusals():
     model(torch.full((1, 2), float(hvd.rank()))).sum().backward()
     half.step()
     refused("closure", half.step, lambda: 0.0)
+    refused("already", hvd.DistributedOptimizer, half)
     assert model.weight.grad.tolist() == [[(hvd.size() - 1) / 2] * 2]
 
 

@@ -70,8 +70,7 @@ def main() -> None:
         guests["DeepSpeed"] = deepspeed_turns
     if not guests:
         sys.exit("bench_guests: found neither mpirun with mpi4py nor deepspeed")
-    on_cpu = {"device": "cpu"}
-    results = (bench_all_reduce(n, sizes, given.repeats, on_cpu, guests) for n in world_sizes)
+    results = (bench_all_reduce(n, sizes, given.repeats, "cpu", guests) for n in world_sizes)
     show(results, how, given.json, given.figure)
 
 

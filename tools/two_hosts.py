@@ -269,7 +269,7 @@ def main() -> None:
         found = measure(hosts, given.repeats)
     from workbook.measure import two_hosts
 
-    print(two_hosts.two_hosts_table(found))
+    print(two_hosts.two_hosts_table(found["steps"] + found["real_steps"]))
     how = {"command": "make two-hosts", "config": {"repeats": given.repeats}}
     write(how | found | machine(), f"{given.out}.json")
 

@@ -45,10 +45,9 @@ def _add_bench(commands) -> None:
     add("--sizes", dest="sizes_bytes", type=parse_sizes, metavar="SIZE,SIZE", help=sizes)
     add("--repeats", type=int, metavar="N", help="turns of each (30)")
     add("--device", metavar="auto|cpu|cuda", help="where the ranks run")
-    add("--devices", type=list_of(str), metavar="D,D", help="one for each rank: cuda:2,cuda:3")
     record = "record the results, and the hardware, in FILE"
     add("--json", dest="json_path", metavar="FILE", help=record)
-    add("--figure", dest="figure_path", metavar="FILE.png", help="draw the times, to FILE.png")
+    add("--figure", dest="figure_path", metavar="FILE.png", help="draw FILE_2_ranks.png")
 
 
 def _add_compare(commands) -> None:

@@ -10,6 +10,7 @@ others wait and return a new tensor, without a gradient. A name says what belong
 ranks; without one, the order of the calls does.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -107,15 +108,15 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the root's object, on all ranks."""
     check_root(engine().comm, root_rank)
-    is_root = rank() == root_rank
-    received = allgather_object(obj if is_root else None, name)[root_rank]
-    return obj if is_root else received
+    if rank() == root_rank:
+        allgather_object(obj, name)
+        return obj
+    return allgather_object(None, name)[root_rank]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Copy a state dict or named parameters from the root, in place."""
-    named = sorted(params.items()) if isinstance(params, dict) else list(params)
-    for name, value in named:
+    for name, value in sorted(dict(params).items()):
         # A state dict may hold other things, too.
         if isinstance(value, Tensor):
             broadcast_(value, root_rank, name)
@@ -128,16 +129,10 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
         optimizer.load_state_dict(state)
 
 
-class _GlobalBatch(sync_batch_norm.GlobalBatch):
-    """The exchange of all ranks' statistics through the background thread."""
-
-    def gathered(self, row: Tensor) -> Tensor:
-        return allgather(row[None])
-
-
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm, nn.SyncBatchNorm):
     """BatchNorm with the statistics of all ranks' batches, of inputs of any dimension."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, range(size()))
+        # The statistics travel through the background thread.
+        self.__dict__["global_batch"] = SimpleNamespace(gathered=lambda row: allgather(row[None]))

@@ -1,23 +1,20 @@
 """Collectives that ranks may submit in different orders: they agree by name on what runs next.
 
-A thread of each rank does this in the background, in cycles; one cycle, on each rank that has
-submitted something:
-
-1. Take what was submitted since the last cycle. 2. Send that to rank 0, the ``Coordinator``. 3. A
-name is ready when all ranks have submitted it. 4. Rank 0 compares what they want; if they differ,
-all get an error that says what each has. 5. Rank 0 sends the list to all. 6. All run it;
-neighboring all-reduces are fused, as a ring costs 2 (P - 1) latencies at any size.
+A thread of each rank does this in the background, in cycles. Every rank sends to rank 0 what is
+new; the ``Coordinator`` there sends back the names that all ranks have submitted, and all run them
+in that order. Neighboring all-reduces are fused, as a ring costs 2 (P - 1) latencies at any size.
 
 Messages of a cycle, besides those of the collectives: 2 from each other rank to rank 0 and 2 back,
 a length and as many bytes of JSON. A rank that has submitted nothing takes no part: then nothing
-can be ready, and the others sleep in step 2 until it comes.
+can be ready, and the others sleep until it comes.
 """
 
 import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,15 +23,14 @@ from torch import Tensor
 from labkit.collectives import all_gather, all_to_all, broadcast, fast_all_reduce
 from labkit.engine.comm.comm import Comm
 from labkit.engine.comm.source_lines import caller_location, credit_to
+from labkit.engine.comm.transport import describe
 from labkit.engine.errors import MismatchError
 from labkit.engine.runtime.torchrun import Opened, open_for
-from labkit.horovod.coordinator import Coordinator, Decision, Request
+from labkit.horovod.coordinator import Coordinator
 
 FUSION_BYTES = 64 * 2**20
-# How long a tensor waits for others to be fused with, unless the program waits for it.
+# How long a cycle waits for more to fuse, unless the program waits for what is new.
 CYCLE_S = 1e-3
-# The pause where all have submitted something, and nothing is ready.
-_PAUSE_S = 5e-3
 # How long the end waits for what is under way.
 _DRAIN_S = 2.0
 
@@ -48,6 +44,7 @@ class Handle:
     """One submitted collective; the caller waits here for its result.
 
     Attributes:
+        name: by which the ranks agree.
         kind: ``allreduce``, ``allgather`` or ``broadcast``.
         option: the operation of an all-reduce, the root of a broadcast.
         tensor: this rank's values; an all-gather leaves them, the others work in place.
@@ -55,24 +52,20 @@ class Handle:
     """
 
     engine: "Engine"
+    name: str
     kind: str
     option: str
     tensor: Tensor
     location: str
-    result: Tensor | None = None
-    error: BaseException | None = None
+    future: Future[Tensor] = field(default_factory=Future)
+    is_awaited: bool = False
 
     def wait(self) -> Tensor:
         """Return the result; HorovodInternalError or PeerLostError if there is none."""
         with self.engine.changed:
-            self.engine.num_waiting += 1
+            self.is_awaited = True
             self.engine.changed.notify_all()
-            self.engine.changed.wait_for(lambda: self.result is not None or self.error)
-            self.engine.num_waiting -= 1
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result
+        return self.future.result()
 
 
 class Engine(threading.Thread):
@@ -86,11 +79,11 @@ class Engine(threading.Thread):
         self.opened = opened
         self.comm = opened.comm
         self.changed = threading.Condition()
-        self.num_waiting = 0
         self._num_unnamed = Counter[str]()
         self._coordinator = Coordinator(self.comm.world_size)  # asked on rank 0 alone
+        # What is under way, by name, and the descriptions of what rank 0 does not know yet.
         self._handles: dict[str, Handle] = {}
-        self._new: list[Request] = []
+        self._new: dict[str, str] = {}
         self._error: BaseException | None = None
         self._is_ending = False
         self.start()
@@ -101,11 +94,10 @@ class Engine(threading.Thread):
         Without a name, what belongs together is the n-th of its kind on all ranks. ValueError for
         a name that is under way already, PeerLostError if a rank has ended.
         """
-        handle = Handle(self, kind, option, tensor.detach(), caller_location())
-        shape = list(tensor.shape)
+        location = caller_location()
+        described = tensor
         if kind == "allgather":
-            del shape[0]  # may differ
-        description = f"{kind} {option} {str(tensor.dtype).removeprefix('torch.')} {shape}"
+            described = tensor.new_empty(tensor.shape[1:])  # ranks may differ in their rows
         with self.changed:
             if self._error is not None:
                 raise self._error
@@ -113,52 +105,55 @@ class Engine(threading.Thread):
                 self._num_unnamed[kind] += 1
                 name = f"noname.{self._num_unnamed[kind]}"
             name = f"{kind}.{name}"
-            if name in self._handles:
+            earlier = self._handles.get(name)
+            if earlier is not None:
                 raise ValueError(
-                    f"{name!r} is under way already, from {self._handles[name].location}: wait "
-                    "for that one first, or give another name"
+                    f"{name!r} is under way already, from {earlier.location}: wait for that one "
+                    "first, or give another name"
                 )
+            handle = Handle(self, name, kind, option, tensor.detach(), location)
             self._handles[name] = handle
-            self._new.append(Request(name, description))
+            self._new[name] = f"{kind} {option} {describe(described)}"
             self.changed.notify_all()
         return handle
 
     def run(self) -> None:
         torch.set_grad_enabled(False)
-        had_decisions = True
         try:
-            while self._await_work(had_decisions):
-                decisions = self._negotiate()
-                had_decisions = bool(decisions)
-                self._run_collectives(decisions)
+            while self._await_work():
+                self._run_collectives(self._negotiate())
         except BaseException as error:
-            self._fail(error)
+            with self.changed:
+                self._error = error
+            while self._handles:
+                _, handle = self._handles.popitem()
+                handle.future.set_exception(error)
+            self.comm.session.board.give_up(self.comm.rank, f"{type(error).__name__}: {error}")
 
-    def _await_work(self, had_decisions: bool) -> bool:
-        """Sleep until this rank has something to say; False when it has ended."""
+    def _await_work(self) -> bool:
+        """Sleep until the next cycle is due; False when this rank has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self._handles or self._is_ending)
-            if had_decisions:
-                # Collect more to fuse, unless the program waits.
-                self.changed.wait_for(lambda: self.num_waiting or self._is_ending, CYCLE_S)
-            else:
-                # Nothing was ready: pause, unless there is news.
-                self.changed.wait_for(lambda: self._new or self._is_ending, _PAUSE_S)
+            self.changed.wait_for(lambda: self._new and self._program_waits(), CYCLE_S)
             return bool(self._handles)
 
-    def _negotiate(self) -> list[Decision]:
+    def _program_waits(self) -> bool:
+        return any(handle.is_awaited for handle in self._handles.values())
+
+    def _negotiate(self) -> dict[str, str]:
+        """Agree with the other ranks on what runs next, see ``Coordinator.decide``."""
         with self.changed:
             credit_to(next(iter(self._handles.values())).location)
-            message = {"new": self._new, "waits": self.num_waiting > 0}
-            self._new = []
+            message = {"new": self._new, "waits": self._program_waits()}
+            self._new = {}
         if self.comm.rank != 0:
             self._send(message, dst=0)
-            return [Decision(*values) for values in self._recv(src=0)]
+            return self._recv(src=0)
         other_ranks = range(1, self.comm.world_size)
-        decisions = self._coordinator.decide([message, *map(self._recv, other_ranks)])
+        errors = self._coordinator.decide([message, *map(self._recv, other_ranks)])
         for rank in other_ranks:
-            self._send(decisions, rank)
-        return decisions
+            self._send(errors, rank)
+        return errors
 
     def _send(self, message: Any, dst: int) -> None:
         data = bytearray(json.dumps(message, separators=(",", ":")).encode())
@@ -170,34 +165,18 @@ class Engine(threading.Thread):
         data = self.comm.recv(torch.empty(num_bytes, dtype=torch.uint8), src)
         return json.loads(bytes(data.numpy()))
 
-    def _run_collectives(self, decisions: Sequence[Decision]) -> None:
-        agreed = [self._handles[decision.name] for decision in decisions if not decision.error]
-        results = {}
-        for group in fuse(agreed, FUSION_BYTES):
-            for handle, result in zip(group, run_collective(self.comm, group)):
-                if handle.kind == "allgather":
-                    results[handle] = result.to(handle.tensor.device)
-                else:
-                    results[handle] = handle.tensor.copy_(result)
-        with self.changed:
-            for decision in decisions:
-                # A deadlock ends on all ranks, also names that this one has not submitted.
-                if decision.name in self._handles:
-                    handle = self._handles.pop(decision.name)
-                    handle.result = results.get(handle)
-                    if decision.error:
-                        handle.error = HorovodInternalError(decision.error)
-            self.changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        """End all that is under way with an error."""
-        with self.changed:
-            self._error = error
-            for handle in self._handles.values():
-                handle.error = error
-            self._handles = {}
-            self.changed.notify_all()
-        self.comm.session.board.give_up(self.comm.rank, f"{type(error).__name__}: {error}")
+    def _run_collectives(self, errors: dict[str, str]) -> None:
+        """Run the collectives with these names, and finish those that have an error."""
+        agreed = []
+        for name, error in errors.items():
+            if not error:
+                agreed.append(self._handles[name])
+            elif name in self._handles:  # a deadlock ends names that this rank has not submitted
+                self._handles.pop(name).future.set_exception(HorovodInternalError(error))
+        for handles in fuse(agreed, FUSION_BYTES):
+            for handle, result in zip(handles, run_collective(self.comm, handles)):
+                del self._handles[handle.name]
+                handle.future.set_result(result)
 
     def end(self) -> None:
         """End the thread; what is under way has a moment to finish."""
@@ -228,19 +207,22 @@ def fuse(handles: Sequence[Handle], most_bytes: int) -> list[list[Handle]]:
 
 
 def run_collective(comm: Comm, handles: Sequence[Handle]) -> list[Tensor]:
-    """Return the results, on the CPU, of one collective or of all-reduces that share a buffer."""
-    first = handles[0]
-    if first.kind == "allreduce":
-        flat = torch.cat([handle.tensor.cpu().reshape(-1) for handle in handles])
-        fast_all_reduce(comm, flat, first.option)
-        parts = flat.split([handle.tensor.numel() for handle in handles])
-        return [part.view(handle.tensor.shape) for part, handle in zip(parts, handles)]
-    values = first.tensor.cpu().contiguous()
-    if first.kind == "broadcast":
-        return [broadcast(comm, values.clone(), int(first.option))]
+    """Run one collective, or all-reduces that share a buffer, on the CPU; return the results."""
+    tensors = [handle.tensor for handle in handles]
+    kind = handles[0].kind
+    option = handles[0].option
+    if kind == "allreduce":
+        flat = torch.cat([tensor.cpu().reshape(-1) for tensor in tensors])
+        fast_all_reduce(comm, flat, option)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [tensor.copy_(part.view_as(tensor)) for tensor, part in zip(tensors, parts)]
+    values = tensors[0].cpu().contiguous()
+    if kind == "broadcast":
+        return [tensors[0].copy_(broadcast(comm, values, int(option)))]
     num_rows = all_gather(comm, torch.tensor(len(values)))
     received = [values.new_empty(int(rows), *values.shape[1:]) for rows in num_rows]
-    return [torch.cat(all_to_all(comm, [values] * comm.world_size, received))]
+    all_to_all(comm, [values] * comm.world_size, received)
+    return [torch.cat(received).to(tensors[0].device)]
 
 
 _engine: Engine | None = None

@@ -4,14 +4,11 @@
 gradient under the parameter's name; the background thread reduces it while backward goes on.
 3. Before ``step`` what no hook has submitted is, and all results are waited for. Ranks may finish
 gradients in different orders; where a rank has none for a parameter it contributes zeros.
-
-Source: as ``labkit.horovod.coordinator``.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,35 +33,26 @@ class Compression:
     fp16 = torch.float16
 
 
-@dataclass(eq=False)
-class Gradients:
-    """The gradients of an optimizer's parameters, on their way to the average.
+class Distributed(Optimizer):
+    """What ``DistributedOptimizer`` adds to the class of an optimizer.
 
-    ``passes`` and ``factor`` are arguments of ``DistributedOptimizer``.
+    Attributes:
+        num_passes, under_way: by parameter its backward passes since the last step, and what was
+            submitted.
     """
 
-    optimizer: Any
     names: dict[Tensor, str]
     compression: torch.dtype | None
     passes: int
     op: str
     factor: float
-
-    def __post_init__(self) -> None:
-        # By parameter: its backward passes since the last step, and what was submitted.
-        self.num_passes = Counter[Tensor]()
-        self.under_way: dict[Tensor, Handle] = {}
-        self.synchronizes = True
-        self.hooked: set[Tensor] = set()
-        self.hook_parameters()
-        self.clear_gradients = self.optimizer.zero_grad
-        self.optimizer.zero_grad = self.zero_grad
-        self.optimizer.synchronize = self.synchronize
-        self.optimizer.skip_synchronize = self.skip_synchronize
-        self.optimizer.register_step_pre_hook(self.before_step)
+    synchronizes = True
+    num_passes: Counter[Tensor]
+    under_way: dict[Tensor, Handle]
+    hooked: set[Tensor]
 
     def parameters(self) -> Iterator[Tensor]:
-        for group in self.optimizer.param_groups:
+        for group in self.param_groups:
             yield from group["params"]
 
     def hook_parameters(self) -> None:
@@ -77,10 +65,8 @@ class Gradients:
 
     def gradient_ready(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise ValueError(
-                f"the gradient of {self.names[parameter]!r} is sparse, and only dense ones are "
-                "reduced: make its layer with sparse=False"
-            )
+            name = self.names[parameter]
+            raise ValueError(f"the gradient of {name!r} is sparse: give its layer sparse=False")
         self.num_passes[parameter] += 1
         if self.num_passes[parameter] > self.passes:
             raise AssertionError(
@@ -117,6 +103,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
+        """Have ``step`` use the gradients as they are, which are reduced already."""
         self.synchronizes = False
         try:
             yield
@@ -124,20 +111,20 @@ class Gradients:
             self.synchronizes = True
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Clear the gradients, unless they are on their way."""
         if self.under_way:
             raise AssertionError(
                 "zero_grad() after backward() and before step() or synchronize() loses the "
                 "gradients that are being reduced: call it before backward(), or after step()"
             )
-        self.clear_gradients(*args, **options)
+        super().zero_grad(*args, **options)
 
-    def before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        if any(map(callable, [*args[1:], *options.values()])):
+    def step(self, *args: Any, **options: Any) -> None:
+        if any(map(callable, [*args, *options.values()])):
             # Its backward would come after the reduction.
             raise ValueError("step() takes no closure here: call backward() before it")
         if self.synchronizes:
             self.synchronize()
+        super().step(*args, **options)
 
 
 def DistributedOptimizer(
@@ -163,17 +150,23 @@ def DistributedOptimizer(
     if not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {kind}")
+    if isinstance(optimizer, Distributed):
+        raise ValueError("this optimizer is distributed already: wrap a plain one")
     if op not in (Average, Sum):
         raise ValueError(f"DistributedOptimizer takes op=hvd.Average or hvd.Sum, not {op!r}")
     if gradient_predivide_factor <= 0 or (op != Average and gradient_predivide_factor != 1):
         raise ValueError("gradient_predivide_factor is above 0, and for op=hvd.Average")
     check_integer("backward_passes_per_step", backward_passes_per_step)
-    Gradients(
-        optimizer=optimizer,
-        names={parameter: name for name, parameter in named_parameters or ()},
-        compression=compression,
-        passes=backward_passes_per_step,
-        op=op,
-        factor=gradient_predivide_factor,
-    )
-    return optimizer
+    distributed: Any = optimizer
+    base = type(optimizer)
+    distributed.__class__ = type(base.__name__, (Distributed, base), {})
+    distributed.names = {parameter: name for name, parameter in named_parameters or ()}
+    distributed.compression = compression
+    distributed.passes = backward_passes_per_step
+    distributed.op = op
+    distributed.factor = gradient_predivide_factor
+    distributed.num_passes = Counter()
+    distributed.under_way = {}
+    distributed.hooked = set()
+    distributed.hook_parameters()
+    return distributed

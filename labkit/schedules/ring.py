@@ -140,7 +140,9 @@ def rings_between(rank: int, hosts: Hosts) -> Iterator[tuple[list[int], Blocks]]
     ranks = hosts[host_of(rank, hosts)]
     first, end = parts_inside(len(ranks), hosts)[owned_chunk(ranks.index(rank), len(ranks))]
     # Wherever a part of any host begins, another ring begins.
-    starts = {start for ranks in hosts for start, _ in parts_inside(len(ranks), hosts)}
+    starts = set()
+    for neighbors in hosts:
+        starts |= {start for start, _ in parts_inside(len(neighbors), hosts)}
     edges = [*sorted(start for start in starts if first <= start < end), end]
     for start, stop in itertools.pairwise(edges):
         members = []

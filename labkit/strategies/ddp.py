@@ -77,10 +77,10 @@ class NaiveDDP(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         # (Python's collector does not see a cycle that goes through such a hook.)
-        self._begin_hook = partial(_call_method, weakref.WeakMethod(self._on_begin))
-        gradient_hook = partial(_call_method, weakref.WeakMethod(self._on_gradient))
+        replica_ref = weakref.ref(self)
+        self._output_hook = partial(self._on_output, replica_ref)
         for parameter in self.trained:
-            parameter.register_post_accumulate_grad_hook(gradient_hook)
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, replica_ref))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         # (Activation checkpointing may call it inside a backward.)
@@ -91,7 +91,7 @@ class NaiveDDP(nn.Module):
         for output in tree_leaves(outputs):
             # (A leaf, such as a parameter that is returned, would keep the hooks of all steps.)
             if isinstance(output, Tensor) and output.grad_fn is not None:
-                output.register_hook(self._begin_hook)
+                output.register_hook(self._output_hook)
         return outputs
 
     @contextlib.contextmanager
@@ -109,19 +109,30 @@ class NaiveDDP(nn.Module):
 
     # The hooks, in the order in which a backward calls them.
 
-    def _on_begin(self, _: Tensor | None = None) -> None:
-        if self._synchronizes and not self._will_end:
-            self._will_end = True
-            Variable._execution_engine.queue_callback(self._on_end)
+    @staticmethod
+    def _on_output(replica_ref: "weakref.ref[NaiveDDP]", output_gradient: Tensor) -> None:
+        replica = replica_ref()
+        if replica is not None and replica._synchronizes:
+            replica._await_end()
 
+    @staticmethod
     @torch.no_grad()
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(replica_ref: "weakref.ref[NaiveDDP]", parameter: nn.Parameter) -> None:
+        replica = replica_ref()
+        if replica is None:
+            return
         # A sum over ranks is not sparse for long.
         make_dense(parameter)
-        if self._synchronizes:
-            self._on_begin()
-            self._in_backward = True
-            self.gradient_ready(parameter)
+        if replica._synchronizes:
+            replica._await_end()
+            replica._in_backward = True
+            replica.gradient_ready(parameter)
+
+    def _await_end(self) -> None:
+        """Have ``_on_end`` called when the backward under way ends."""
+        if not self._will_end:
+            self._will_end = True
+            Variable._execution_engine.queue_callback(self._on_end)
 
     def gradient_ready(self, parameter: nn.Parameter) -> None:
         """Called when backward has computed a gradient; this class waits until backward ends."""
@@ -157,13 +168,6 @@ class NaiveDDP(nn.Module):
         """Called before the next backward if one was broken off; this class has sent nothing."""
 
 
-def _call_method(reference: "weakref.WeakMethod[Any]", tensor: Tensor) -> None:
-    """Call the method, unless its object is gone."""
-    method = reference()
-    if method is not None:
-        method(tensor)
-
-
 class BucketedDDP(NaiveDDP):
     """A ``NaiveDDP`` that sums gradients in buckets, while the rest of backward runs.
 
@@ -174,7 +178,7 @@ class BucketedDDP(NaiveDDP):
 
     def __init__(self, comm: Comm, module: nn.Module, *, bucket_mb: float = 25, **options: Any):
         super().__init__(comm, module, **options)
-        self.buckets = make_buckets(comm, self.trained, bucket_mb)
+        self.buckets = make_buckets(comm, self.trained, bucket_mb, self.op, self.hierarchical)
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -199,29 +203,21 @@ class BucketedDDP(NaiveDDP):
             bucket = self.buckets[len(self._launched)]
             if bucket.missing:
                 return
-            self._launch(bucket)
-
-    def _launch(self, bucket: "Bucket", is_waited_for: bool = False) -> None:
-        """Queue the all-reduce of a bucket; one that is waited for may run in this thread.
-
-        ``reduce`` is what changes the bucket. To send it in fewer bytes, take a function of
-        ``labkit.collectives.compressed``. Those only add, so with ``op`` "mean" divide the bucket
-        by the number of ranks before.
-        """
-        reduce: Callable[[Comm], object] = partial(bucket.shared.all_reduce, op=self.op)
-        if self.hierarchical:
-            reduce = partial(fast_hierarchical_all_reduce, tensor=bucket.flat, op=self.op)
-        tensors = [bucket.flat]
-        queue = work_queue_of(self.comm)
-        work = queue.add("all_reduce", reduce, tensors, tensors, is_waited_for)
-        self._launched.append(work)
+            # Its thread reduces the bucket, while backward goes on in this one.
+            queue = work_queue_of(self.comm)
+            work = queue.add("all_reduce", bucket.all_reduce, [bucket.flat], [bucket.flat])
+            self._launched.append(work)
 
     def sum_gradients(self) -> None:
         """Send the remaining buckets, also those with missing gradients, and wait for all."""
+        queue = work_queue_of(self.comm)
         for bucket in self.buckets[len(self._launched) :]:
             for parameter in tuple(bucket.missing):
                 bucket.take(parameter)
-            self._launch(bucket, is_waited_for=True)
+            # What is waited for may run in this thread.
+            tensors = [bucket.flat]
+            work = queue.add("all_reduce", bucket.all_reduce, tensors, tensors, is_waited_for=True)
+            self._launched.append(work)
         self._wait()
 
     def drop_sums(self) -> None:
@@ -248,15 +244,21 @@ class Bucket:
     """Gradients that are all-reduced together, as views of one flat tensor [N].
 
     ``missing`` are the parameters without a gradient so far in this backward; a full one has none.
+    ``all_reduce(comm)`` is what reduces ``flat``, in place. To send it in fewer bytes, take a
+    function of ``labkit.collectives.compressed``. Those only add, so with ``op`` "mean" divide
+    ``flat`` by the number of ranks before.
     """
 
-    def __init__(self, comm: Comm, parameters: list[nn.Parameter]):
+    def __init__(self, comm: Comm, parameters: list[nn.Parameter], op: str, hierarchical: bool):
         self.parameters = parameters
         self.missing = set(parameters)
         num_elements = sum(parameter.numel() for parameter in parameters)
         first = parameters[0]
-        self.shared = SharedBucket(comm, num_elements, first.dtype, first.device)
-        self.flat = self.shared.flat
+        shared = SharedBucket(comm, num_elements, first.dtype, first.device)
+        self.flat = shared.flat
+        self.all_reduce: Callable[[Comm], object] = partial(shared.all_reduce, op=op)
+        if hierarchical:
+            self.all_reduce = partial(fast_hierarchical_all_reduce, tensor=self.flat, op=op)
         self._views = dict(zip(parameters, views_of(self.flat[:num_elements], parameters)))
 
     def take(self, parameter: nn.Parameter) -> None:
@@ -271,13 +273,19 @@ class Bucket:
         parameter.grad = view
 
 
-def make_buckets(comm: Comm, parameters: list[nn.Parameter], bucket_mb: float) -> list[Bucket]:
+def make_buckets(
+    comm: Comm,
+    parameters: list[nn.Parameter],
+    bucket_mb: float,
+    op: str = "sum",
+    hierarchical: bool = False,
+) -> list[Bucket]:
     """The buckets of ``bucket_mb`` MiB, each of one dtype, in the order in which they are sent."""
     sizes_bytes = [parameter.nbytes for parameter in parameters]
     dtypes = [parameter.dtype for parameter in parameters]
     buckets = []
     for indices in assign_buckets(sizes_bytes, bucket_mb * MIB, kinds=dtypes):
-        buckets.append(Bucket(comm, [parameters[i] for i in indices]))
+        buckets.append(Bucket(comm, [parameters[i] for i in indices], op, hierarchical))
     return buckets
 
 

@@ -168,7 +168,7 @@ class Mesh(Pipeline):
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 bucket.take(parameter)
-            bucket.shared.all_reduce(self.data)
+            bucket.all_reduce(self.data)
 
     def end_epoch(self) -> None:
         broadcast_coalesced(self.data, self.module.buffers())

@@ -87,8 +87,10 @@ class ParameterServer(OnShares):
         else:
             self.peers = worker_turns(comm.rank - self.servers, self.servers, workers)
             self.trained = []
-        # Workers have to know only whether gradients have overflowed.
-        self.norm_ranks = range(comm.world_size if self.precision.scaler.enabled else self.servers)
+        self.norm_ranks = range(self.servers)
+        if self.precision.scaler.enabled:
+            # Workers have to know only whether gradients have overflowed.
+            self.norm_ranks = range(comm.world_size)
 
     def step(self, inputs: Tensor, targets: Tensor, batch_size: int) -> Tensor:
         self.gradient.zero_()

@@ -66,8 +66,11 @@ def divide(
 
     The parameters of a flat have one dtype, and are all trained or all frozen.
     """
-    # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
-    units = group_layers(layers_of(model), least_bytes=MIB if stage == 1 else 0)
+    least_bytes = 0
+    if stage == 1:
+        # Every message has a fixed cost. In stages 2 and 3 large units would take memory.
+        least_bytes = MIB
+    units = group_layers(layers_of(model), least_bytes)
     flats: list[list[nn.Parameter]] = []
     flat_of: dict[nn.Parameter, int] = {}
     uses = []

@@ -347,7 +347,10 @@ class CutLoss(CountedLoss):
     """
 
     def __init__(self, comm: Comm, classes: int, loss: Loss = functional.cross_entropy):
-        super().__init__(loss.loss if isinstance(loss, CountedLoss) else ShareLoss.of(loss))
+        if isinstance(loss, CountedLoss):
+            super().__init__(loss.loss)
+        else:
+            super().__init__(ShareLoss.of(loss))
         self.comm = comm
         self.sizes = TensorGroup(comm).sizes(classes)
         self.options = self.loss.classes or ClassOptions()

@@ -57,13 +57,6 @@ def slopes_from_0(small, large, num_bytes):
     return small[1] + large[1] / large[0] * (num_bytes - small[0])
 
 
-def always_to_0(comm, tensor, root):
-    if comm.rank > 0:
-        return comm.send(tensor, 0)
-    ranks = range(1, comm.world_size)
-    return [tensor, *(comm.recv(torch.empty_like(tensor), rank) for rank in ranks)]
-
-
 def goes_up(comm, chunks):
     P, r = comm.world_size, comm.rank
     for s in range(P - 1):
@@ -105,7 +98,6 @@ def doubles_always(comm, tensor):
 rang = threading.Lock().acquire
 NAMED = [
     (check.messages.message_time, slopes_from_0, "no differences"),
-    (check.collectives.gather, always_to_0, "0 in place of root"),
     (check.ring.share_only, goes_up, "adds step where it should subtract"),
     (check.staleness.server, takes_turns, "waits for one worker"),
     (check.staleness.bookkeeping, counts_pulls, "in both cases"),

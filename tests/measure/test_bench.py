@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from labkit.__main__ import main
-from labkit.costs.link import Link, all_reduce_seconds
+from labkit.costs.link import Link, crossover_bytes
+from labkit.units import format_bytes
 from workbook.measure import all_reduce
 from workbook.measure.bench import Result, bench_all_reduce, show
 
@@ -27,35 +28,22 @@ def rows_of(tmp_path, *words):
     return record["rows"]
 
 
-def by_contender(rows):
-    return {row["contender"]: row for row in rows}
-
-
 @pytest.mark.slow
 def test_every_contender_of_the_all_reduce_bench_is_right(tmp_path):
     """A wrong sum would fail the run: each turn's result is checked on every rank."""
     words = ["--world-size", "3", "--sizes", "4,64KiB", "--repeats", "2"]
     found = rows_of(tmp_path, *words)
     names = {"fast", "direct", "fast ring", "ring", "tree", "naive"}
-    names |= {"ring over gloo", "gloo", "labkit backend", "in place", "copy (limit)"}
+    names |= {"ring over gloo", "gloo", "labkit backend", "in place"}
     for size in (4, 2**16):
-        rows = by_contender(row for row in found if row["size_bytes"] == size)
-        assert rows.keys() == names
-        limit_s = rows.pop("copy (limit)")["time_s"]["median"]
-        for row in rows.values():
-            share = limit_s / row["time_s"]["median"]
-            assert row["share_of_limit"] == pytest.approx(share, rel=1e-3)
+        assert {row["contender"] for row in found if row["size_bytes"] == size} == names
 
 
-def test_the_model_stands_beside_what_it_predicts():
-    names = ("fast ring", "ring", "tree", "naive", "gloo", "copy (limit)")
-    contenders = {name: [1.0] for name in names}
-    result = Result(4, {2**20: contenders}, LINK)
-    rows = by_contender(result.rows())
-    for name in ("ring", "tree", "naive"):
-        assert rows[name]["model_s"] == all_reduce_seconds(name, 2**20, 4, LINK)
-    assert rows["gloo"]["model_s"] is None
-    assert result.figure().png()
+def test_the_figure_says_where_the_ring_overtakes_the_tree_by_the_model():
+    contenders = {name: [1.0] for name in ("fast ring", "ring", "tree", "naive", "gloo")}
+    figure = Result(4, {2**10: contenders, 2**20: contenders}, LINK).figure()
+    assert format_bytes(crossover_bytes(4, LINK)) in figure.caption
+    assert figure.png()
 
 
 @contextlib.contextmanager
@@ -65,7 +53,7 @@ def guest(comm):
 
 
 def test_a_guest_takes_turns_with_the_others():
-    found = bench_all_reduce(2, (4,), 1, {"device": "cpu"}, guests={"MPI": guest})
+    found = bench_all_reduce(2, (4,), 1, "cpu", guests={"MPI": guest})
     assert found.seconds[4]["MPI"] == [1.0]
 
 
@@ -81,14 +69,14 @@ def test_a_wrong_sum_ends_the_bench(monkeypatch):
 
 def test_what_is_measured_is_written_when_a_bench_is_stopped(tmp_path):
     def stopped():
-        yield Result(2, {4: {"ring": [1.0], "copy (limit)": [1.0]}}, LINK)
+        yield Result(2, {4: {"ring": [1.0], "tree": [1.0]}}, LINK)
         raise KeyboardInterrupt
 
     path = tmp_path / "out.json"
     with pytest.raises(KeyboardInterrupt):
         show(stopped(), {"command": "c", "config": {}}, str(path))
     names = [row["contender"] for row in json.loads(path.read_text())["rows"]]
-    assert names == ["ring", "copy (limit)"]
+    assert names == ["ring", "tree"]
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,14 @@ def test_an_epochs_time_leaves_out_the_first_and_time_to_target_counts_it(record
 
 
 def test_the_figure_says_what_the_numbers_say(record):
-    drawn = figures.time_to_accuracy(record)
     # Three epochs, the first 1 s longer: 3 x 1.1 + 1.
-    assert "First at 95%: ring, after 4.3 s. Last at 95%: single, after 10.9 s." in drawn.caption
-    assert drawn.png()
+    said = "First at 95%: ring, after 4.3 s. Last at 95%: single, after 10.9 s."
+    figure = figures.time_to_accuracy(record)
+    assert said in figure.caption
+    assert figure.png()
     record["runs"][0]["epochs"][-1]["loss"] = None  # diverged: JSON has no NaN
     record["runs"][0]["difference_from_single"] = None
-    assert figures.time_to_accuracy(record).png()
+    assert figures.time_to_accuracy(record).caption == figure.caption
     assert "not finite" in summary.report(record)
 
 

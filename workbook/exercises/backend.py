@@ -169,7 +169,9 @@ def _updated(model: nn.Module, inputs: list[Tensor]) -> Tensor:
 def _trained(case: Case, values: list[Tensor]) -> Found:
     if not all(torch.equal(value, values[0]) for value in values):
         return "after two updates by DDP the ranks hold different parameters"
-    inputs = [torch.cat([_inputs(r, s) for r in range(case.world_size)]) for s in range(2)]
+    inputs = []
+    for step in range(2):
+        inputs.append(torch.cat([_inputs(rank, step) for rank in range(case.world_size)]))
     if not agree(values[0], _updated(_network(0), inputs)):
         return "two updates by DDP give other parameters than one device"
     return None

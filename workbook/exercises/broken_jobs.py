@@ -240,7 +240,9 @@ def buffers(seed: int | None = None) -> Case:
     checksums = {r: by_step[-1] for r, by_step in _logs(result, "checksums").items()}
     names = [name for name, _ in model.named_parameters()]
     buffer_names = ", ".join(name for name, _ in model.named_buffers())
-    equal = sum(len({checksums[r][name] for r in range(P)}) == 1 for name in names)
+    equal = 0
+    for name in names:
+        equal += len({checksums[r][name] for r in range(P)}) == 1
     text = f"""
     - each replica has running statistics of its own samples alone
     - the parameters have drifted apart: {equal} of {len(names)} are equal on all ranks
@@ -313,7 +315,10 @@ def _over_slow_link(
 
 def _logs(result: RunResult, key: str) -> dict[int, list[Any]]:
     """The entries that the ranks have logged under ``key``, {rank: one by step}."""
-    return {rank: [step[key] for step in log] for rank, log in enumerate(result.values)}
+    logs = {}
+    for rank, log in enumerate(result.values):
+        logs[rank] = [step[key] for step in log]
+    return logs
 
 
 def _ms(result: RunResult, *kinds: str) -> str:

@@ -9,7 +9,9 @@ from workbook.exercises.grader import solved
 
 def _drawn(world_size: int, random: Random) -> list[list[list[str]]]:
     """Each rank announces all names, in its own order and cycles."""
-    cycles = [[[] for _ in range(world_size)] for _ in range(4)]
+    cycles = []
+    for _ in range(4):
+        cycles.append([[] for _ in range(world_size)])
     for rank in range(world_size):
         for name in random.sample("zamb", 4):
             random.choice(cycles)[rank].append(name)
@@ -48,6 +50,6 @@ def decide(cycles: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
     for cycle in cycles:
         messages = []
         for names in cycle:
-            messages.append({"new": [(name, "allreduce") for name in names], "waits": False})
-        decided.append([decision.name for decision in coordinator.decide(messages)])
+            messages.append({"new": dict.fromkeys(names, "allreduce"), "waits": False})
+        decided.append(list(coordinator.decide(messages)))
     return decided

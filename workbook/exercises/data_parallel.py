@@ -66,7 +66,8 @@ _THREADS = ((3, True, -1), (5, False, -1), (3, True, 1), (3, False, 0), (3, True
 
 
 def _threads_in_words(count: int, grad_mode: bool, failing: int) -> str:
-    text = f"{count} functions, autograd {'on' if grad_mode else 'off'} in the caller"
+    mode = "on" if grad_mode else "off"
+    text = f"{count} functions, autograd {mode} in the caller"
     if failing >= 0:
         text += f", and functions[{failing}] raising an error"
     return text
@@ -193,9 +194,15 @@ def reduce(fn: Callable, devices_with_gradient: str) -> Wrong | None:
     totals = []
     for index, (shape, word) in enumerate(zip(_SHAPES, words)):
         gradients = [torch.randn(shape) * (index < 5) for _ in range(word.count("y"))]
-        totals.append(torch.stack(gradients).sum(0) if gradients else None)
+        total = None
+        if gradients:
+            total = torch.stack(gradients).sum(0)
+        totals.append(total)
         for device, letter in enumerate(word):
-            by_device[device].append(gradients.pop() if letter == "y" else None)
+            gradient = None
+            if letter == "y":
+                gradient = gradients.pop()
+            by_device[device].append(gradient)
     before = copy.deepcopy(by_device[1:])
     later = [list(gradients) for gradients in by_device[1:]]
     sums = plain(fn(by_device))

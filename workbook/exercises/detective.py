@@ -137,14 +137,14 @@ def hang(seed: int | None = None) -> Case:
 
 def entries_in(dump: str | bytes, group: str = _DEFAULT_GROUP) -> list[dict[str, Any]]:
     """The entries of a group in one rank's recorder; none if the rank did not answer."""
+    entries = []
     try:
-        return [
-            {key: entry[key] for key in _KEPT}
-            for entry in json.loads(dump)["entries"]
-            if entry["process_group"][0] == group and not entry["is_p2p"]
-        ]
+        for entry in json.loads(dump)["entries"]:
+            if entry["process_group"][0] == group and not entry["is_p2p"]:
+                entries.append({key: entry[key] for key in _KEPT})
     except (ValueError, KeyError):
         return []
+    return entries
 
 
 def errors_in(lines: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
@@ -177,15 +177,19 @@ def _read(
     first_is_right: bool = False,
 ) -> tuple[int, int] | None:
     """The culprit as ``culprit`` asks for it, read in a possibly mistaken way."""
-    calls = {
-        rank: {entry["collective_seq_id"]: [entry[field] for field in fields] for entry in entries}
-        for rank, entries in sorted(dumps.items())
-    }
+    calls: dict[int, dict[int, list[Any]]] = {}
+    for rank, entries in sorted(dumps.items()):
+        calls[rank] = {}
+        for entry in entries:
+            calls[rank][entry["collective_seq_id"]] = [entry[field] for field in fields]
     first = begin(min(called) for called in calls.values())
     for number in range(first, end(max(called) for called in calls.values()) + 1):
         calls_of_number = [called.get(number) for called in calls.values()]
         for rank, call in zip(calls, calls_of_number):
-            if call != calls_of_number[0] if first_is_right else calls_of_number.count(call) == 1:
+            is_alone = calls_of_number.count(call) == 1
+            if first_is_right:
+                is_alone = call != calls_of_number[0]
+            if is_alone:
                 return rank, number
     return None
 
@@ -245,9 +249,10 @@ def culprit(
     if agree(answer, expected):
         return None
     text = f"the function returned {short(answer)}, expected {expected}"
-    causes = [
-        words for words, options in _MISREADINGS.items() if agree(answer, _read(dumps, **options))
-    ]
+    causes = []
+    for words, options in _MISREADINGS.items():
+        if agree(answer, _read(dumps, **options)):
+            causes.append(words)
     if expected and agree(answer, expected[::-1]):
         causes = ["first the rank, then the number"]
     elif isinstance(answer, list) and answer[-1:] and answer[-1] in range(1, before + 1):

@@ -98,8 +98,11 @@ def _weights_mistake(logits: Tensor, weights: Tensor, top: Tensor) -> str:
 
 
 def _choices(random: Random, num_choices: int, num_experts: int) -> list[int]:
-    # Low numbers are popular.
-    return [min(random.randrange(num_experts) for _ in range(2)) for _ in range(num_choices)]
+    choices = []
+    for _ in range(num_choices):
+        # Low numbers are popular.
+        choices.append(min(random.randrange(num_experts), random.randrange(num_experts)))
+    return choices
 
 
 def _more_choices(random: Random) -> list[tuple]:

@@ -38,15 +38,20 @@ def _form_quorum(
     needs_voters: bool = False,
     asks_unhealthy: bool = False,
 ) -> Quorum:
-    healthy = sorted(
-        replica for replica, (heard_s, _) in answers.items() if now_s - heard_s <= patience_s
-    )
+    healthy = []
+    for replica in sorted(answers):
+        heard_s, _ = answers[replica]
+        if now_s - heard_s <= patience_s:
+            healthy.append(replica)
     voters = healthy
     if not counts_newcomers:
         voters = [replica for replica in healthy if replica in last]
     if last and 2 * len(voters) <= len(last):
         return [], []
-    if not healthy or len(voters if needs_voters and last else healthy) < min_replicas:
+    counted = healthy
+    if needs_voters and last:
+        counted = voters
+    if not healthy or len(counted) < min_replicas:
         return [], []
     replicas_asked = answers if asks_unhealthy else healthy
     newest = max(answers[replica][1] for replica in replicas_asked)

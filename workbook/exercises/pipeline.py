@@ -55,7 +55,9 @@ def micro_batches(fn: Callable, n: int, count: int, shape: tuple[int, ...]) -> W
     returned = plain(fn(inputs.clone(), targets.clone(), count))
     try:
         parts = [(x, y, weight) for x, y, weight in returned]
-        rows = [[targets.tolist().index(int(target)) for target in y] for _, y, _ in parts]
+        rows = []
+        for _, y, _ in parts:
+            rows.append([targets.tolist().index(int(target)) for target in y])
     except (TypeError, ValueError):
         return Wrong(f"{short(returned)}: expected triples (inputs, targets of the batch, weight)")
     sizes = [len(row) for row in rows]
@@ -213,7 +215,9 @@ def _wrong_streams(streams: Streams, M: int) -> Found:
     if fault := _incomplete(streams, M, KINDS):
         return fault
     for kind in KINDS.values():
-        orders = [[a.micro_batch for a in stream if a.kind == kind] for stream in streams]
+        orders = []
+        for stream in streams:
+            orders.append([action.micro_batch for action in stream if action.kind == kind])
         for stage, order in enumerate(orders):
             if order != orders[0]:
                 text = f"stages 0 and {stage} run their {kind}s in different orders, {orders[0]} "

@@ -295,7 +295,10 @@ def last_bits(seed: int) -> Case:
 def _versions(weights: Mapping[str, Tensor], vectors: list[Tensor]) -> dict[str, int]:
     """The number of different versions of each tensor that the ranks have."""
     by_rank = [_matrices(weights, vector) for vector in vectors]
-    return {name: len({str(own[name].tolist()) for own in by_rank}) for name in weights}
+    versions = {}
+    for name in weights:
+        versions[name] = len({str(own[name].tolist()) for own in by_rank})
+    return versions
 
 
 def _spread(steps: Sequence[dict[str, Any]]) -> Tensor:

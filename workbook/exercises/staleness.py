@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -24,17 +25,34 @@ from workbook.exercises.grader.exercise import Found
 Event = tuple[str, int]
 
 
-# In the first the workers take turns; in those that are drawn, one may push twice after one pull.
+def _drawn_events(random: Random) -> list[tuple[list[Event]]]:
+    """A worker may push twice after one pull."""
+    cases = []
+    for count in (4, 8, 20):
+        events = [("pull", 7), ("pull", 2), ("pull", 3)]
+        for _ in range(count):
+            kind = random.choice(("pull", "push"))
+            worker = random.choice((2, 3, 7))
+            events.append((kind, worker))
+        cases.append((events,))
+    return cases
+
+
+def _with_pulls(events: Sequence[Event]) -> list[Event]:
+    """The same events, each push followed by a pull of its worker."""
+    more_events = []
+    for kind, worker in events:
+        more_events.append((kind, worker))
+        if kind == "push":
+            more_events.append(("pull", worker))
+    return more_events
+
+
+# In the first the workers take turns.
 @solved(
     ([("pull", 1), ("push", 1), ("pull", 2), ("push", 2)],),
     ([("pull", 1), ("pull", 2), ("push", 2), ("push", 1)],),
-    more=lambda random: [
-        (
-            [("pull", 7), ("pull", 2), ("pull", 3)]
-            + [(random.choice(("pull", "push")), random.choice((2, 3, 7))) for _ in range(count)],
-        )
-        for count in (4, 8, 20)
-    ],
+    more=_drawn_events,
     mistakes={
         "one version is stored for all workers, but each pulls at a different time": (
             lambda staleness, events: staleness([(kind, 0) for kind, _ in events])
@@ -43,13 +61,7 @@ Event = tuple[str, int]
             lambda staleness, events: [late + 1 for late in staleness(events)]
         ),
         "a push brings no new parameters to its worker, only a pull does": (
-            lambda staleness, events: staleness(
-                [
-                    (kind, worker)
-                    for event, worker in events
-                    for kind in ([event, "pull"] if event == "push" else [event])
-                ]
-            )
+            lambda staleness, events: staleness(_with_pulls(events))
         ),
     },
 )
@@ -65,17 +77,21 @@ def bookkeeping(events: Sequence[Event]) -> list[int]:
     return [update.staleness for update in tracker.updates]
 
 
-# The pushing worker, V, {worker: the version that it has pulled}, the bound.
+def _drawn_pushes(random: Random) -> list[tuple[int, int, dict[int, int], int]]:
+    """The pushing worker, V, {worker: the version that it has pulled}, the bound."""
+    cases = []
+    for version, count in itertools.product((0, 2, 3), (3, 2)):
+        for pulled in itertools.product((3, 2, 1, 0), repeat=count):
+            for bound in (2, 3, 4):
+                # A server that follows the rule meets no worker that is too late already.
+                if max(pulled) <= version and can_keep_bound(pulled, version, bound):
+                    worker = random.randint(1, count)
+                    cases.append((worker, version, dict(enumerate(pulled, start=1)), bound))
+    return cases
+
+
 @solved(
-    more=lambda random: [
-        (random.randint(1, count), version, dict(enumerate(pulled, start=1)), bound)
-        for version in (0, 2, 3)
-        for count in (3, 2)
-        for pulled in itertools.product((3, 2, 1, 0), repeat=count)
-        for bound in (2, 3, 4)
-        # A server that follows the rule meets only situations where no worker is too late already.
-        if max(pulled) <= version and can_keep_bound(pulled, version, bound)
-    ],
+    more=_drawn_pushes,
     mistakes={
         "the rule looks only one update ahead: of two equally stale workers, one has to push "
         "after the other": (

@@ -17,9 +17,6 @@ from labkit.engine.comm.torch_transport import TorchTransport
 from labkit.units import format_bytes
 from workbook.measure.turns import Turn, take_turns, timed
 
-# No all-reduce: every rank copies S bytes, as it must at the least to read its tensor and to write
-# the result, at the same time as the others.
-LIMIT = "copy (limit)"
 # The one whose tensors lie in shared memory beforehand, as DDP's buckets do.
 _IN_PLACE = "in place"
 
@@ -41,15 +38,12 @@ def measure(
     algorithms = contenders(comm)
     seconds = {}
     with contextlib.ExitStack() as stack:
-        guest_turns = {}
-        for name, guest in guests.items():
-            guest_turns[name] = stack.enter_context(guest(comm))
+        guest_turns = {name: stack.enter_context(guest(comm)) for name, guest in guests.items()}
         for number, size in enumerate(sizes_bytes):
             comm.progress(number, len(sizes_bytes), format_bytes(size))
             turns = checked_turns(comm, size, algorithms)
             for name, guest_turn in guest_turns.items():
                 turns[name] = partial(guest_turn, size)
-            turns[LIMIT] = copy_turn(comm, size)
             seconds[size] = take_turns(turns, repeats)
     return seconds
 
@@ -111,15 +105,3 @@ def checked_turns(
         return seconds
 
     return {name: partial(turn, name) for name in calls}
-
-
-def copy_turn(comm: Comm, num_bytes: int) -> Turn:
-    """Return what times one copy of ``num_bytes``, after one that is not timed."""
-    source = torch.ones(num_bytes // 4, device=comm.device)
-    target = torch.empty_like(source)
-
-    def turn() -> float:
-        target.copy_(source)
-        return timed(comm, lambda: target.copy_(source))
-
-    return turn

@@ -12,36 +12,27 @@ from labkit.units import format_seconds
 from workbook.measure.record import Spread, Table
 
 HEADS = ("cable, workers", "step", "predicted", "speed-up", "predicted", "efficiency", "published")
-Record = Mapping[str, Any]
 
 
-def two_hosts_table(record: Record, rates: Iterable[str] | None = None) -> Table:
-    """One row per rate and contender: step, model, speed-up, efficiency, published.
+def two_hosts_table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """A row for each of the record's ``steps`` and ``real_steps``.
 
-    The last rows are those of workers that compute ResNet-18, on the cores that they share.
-
-    Args:
-        record: what ``make two-hosts`` writes.
-        rates: only these, for example ``["1 Gb/s"]``; None for all.
+    In ``steps`` workers sleep in place of computing; in ``real_steps``, which have no model, they
+    compute ResNet-18 on the cores that they share.
     """
-    rows = []
-    for row in record["steps"] + record["real_steps"]:
-        if rates is not None and row["rate"] not in rates:
-            continue
-        contender = f"{row['rate']}, {row['workers']} on 1 host"
-        if row["hosts"] > 1:
-            contender = f"{contender.removesuffix('1 host')}{row['hosts']} hosts: "
-            contender += row["contender"]
+    lines = []
+    for row in rows:
+        contender = f"{row['rate']}, {row['workers']} on "
+        contender += f"{row['hosts']} hosts: {row['contender']}" if row["hosts"] > 1 else "1 host"
         kind = "recorded, ResNet-18"
         model_step = ""
         model_speed_up = ""
         if "model_s" in row:
-            # Workers that sleep in place of computing.
             kind = "recorded"
             model_step = format_seconds(row["model_s"])
             model_speed_up = f"{row['model_speed_up']:.2f}"
         published = map("{:.2f}".format, sorted(row.get("published_speed_up") or []))
-        rows.append(
+        lines.append(
             (
                 f"{contender} ({kind})",
                 Spread(**row["step_s"]).text(format_seconds),
@@ -52,4 +43,4 @@ def two_hosts_table(record: Record, rates: Iterable[str] | None = None) -> Table
                 " to ".join(published),
             )
         )
-    return Table(HEADS, tuple(rows))
+    return Table(HEADS, tuple(lines))

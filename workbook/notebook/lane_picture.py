@@ -77,13 +77,16 @@ def draw(
         lines = _HATCHES.get(style.hatch[:1], "")
         x = _LEGEND_WIDTH * (index % per_row)
         y = bottom + 22 + 20 * (index // per_row)
+        label = kind
+        if len(kind) >= 15:
+            label = f"{kind[:13]}…"
         parts += [
             f'<pattern id="{look}" width="8" height="8" patternUnits="userSpaceOnUse">',
             _rect(0, 0, 8, 8, style.color),
             f'<path d="{lines}" stroke="{style.ink}" fill="none"/></pattern>',
             f'<path fill="url(#{look})" d="{boxes[kind]}"/>',
             _rect(x, y, 26, 12, f"url(#{look})"),
-            _text(x + 32, y + 10, kind if len(kind) < 15 else f"{kind[:13]}…"),
+            _text(x + 32, y + 10, label),
         ]
     height = bottom + 22 + 20 * -(-len(styles) // per_row)
     return (

@@ -111,7 +111,10 @@ class Supervisor:
             raise error
         reports: list[Report | None] = []
         for rank in range(self.job.world_size):
-            reports.append(None if rank in self.lost else self._evidence.reports[rank])
+            report = None
+            if rank not in self.lost:
+                report = self._evidence.reports[rank]
+            reports.append(report)
         return reports
 
     def _start(self) -> None:

@@ -32,8 +32,11 @@ def explain_dumps(contents: dict[Path, Any]) -> str:
     """
     dumps: Dumps = {}
     for path, dump in contents.items():
+        rank = len(dumps)
         at_end = _RANK_AT_END.search(path.name)
-        rank = int(dump.get("rank", at_end[1] if at_end else len(dumps)))
+        if at_end:
+            rank = int(at_end[1])
+        rank = int(dump.get("rank", rank))
         if rank in dumps:
             raise ValueError(f"{path} is of rank {rank} again: give one dump per rank, of one run")
         dumps[rank] = dump

@@ -138,7 +138,10 @@ def _leaves(value: Any) -> list:
     """What is in a list, and in the lists in it."""
     if not isinstance(value, list):
         return [value]
-    return [leaf for entry in value for leaf in _leaves(entry)]
+    leaves = []
+    for entry in value:
+        leaves += _leaves(entry)
+    return leaves
 
 
 def sorted_inside(value: Any) -> str:

@@ -96,14 +96,20 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
     for sentence, wrong in exercise.mistakes.items():
         if all(agree(ranks[rank].value, wrong(rank, case)) for case, ranks in tried.items()):
             return sentence
-    if exercise.written is not None and all(
-        agree(outcome.value, exercise.inputs(peer, case)[exercise.written])
-        or exercise.expected(peer, case) is None
-        for case, ranks in tried.items()
-        for peer, outcome in enumerate(ranks)
-    ):
+    if exercise.written is not None and _is_as_given(exercise, exercise.written, tried):
         return "it is as it was given: nothing has been written into it"
     return ""
+
+
+def _is_as_given(exercise: Exercise, argument: int, tried: Tried) -> bool:
+    """Whether all ranks from which something is expected still have their argument's values."""
+    for case, ranks in tried.items():
+        for rank, outcome in enumerate(ranks):
+            if exercise.expected(rank, case) is None:
+                continue
+            if not agree(outcome.value, exercise.inputs(rank, case)[argument]):
+                return False
+    return True
 
 
 def _likeness(exercise: Exercise, tried: Tried, rank: int, wrong: "Part") -> str:

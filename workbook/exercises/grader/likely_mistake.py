@@ -46,19 +46,21 @@ _SOLUTION = re.compile(r"<summary>Solution</summary>.*?```python\n(.*?)```", re.
 
 def likely_mistake(fn: Callable, exercise: Exercise, tried: Tried) -> str:
     """Return what explains the values of all ranks in all cases, in words; "" if in doubt."""
-    values = {case: [outcome.value for outcome in ranks] for case, ranks in tried.items()}
-    results = [value for of_case in values.values() for value in of_case]
+    values = {}
+    results = []
+    for case, ranks in tried.items():
+        values[case] = [outcome.value for outcome in ranks]
+        results += values[case]
     if all(type(result) in _CHOICES for result in results) and len(results) < _MANY_CHOICES:
         return ""
     # There may be no such page, a changed function may not end, a name may not travel.
     with suppress(LookupError, OSError, ValueError, WorkerError):
         solutions, words = _page_of(exercise.name)
         used = set(re.findall(r"\w+", " ".join(solutions)))
-        names = {
-            name: value
-            for name, value in getattr(fn, "__globals__", {}).items()
-            if name in used and (callable(value) or isinstance(value, ModuleType))
-        }
+        names = {}
+        for name, value in getattr(fn, "__globals__", {}).items():
+            if name in used and (callable(value) or isinstance(value, ModuleType)):
+                names[name] = value
         args = exercise.to_run(), solutions, words, names, values
         ran = run(_fitting, *args, world_size=1, device="cpu", timeout_s=_TIMEOUT_S)
         if ran.values[0]:

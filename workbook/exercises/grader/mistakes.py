@@ -212,7 +212,8 @@ def _matches(pattern: Any, node: Any, parts: dict[str, Any]) -> bool:
         return len(pattern) == len(node) and all(map(_matches, pattern, node, [parts] * len(node)))
     if isinstance(pattern, ast.AST):
         fields = [field for field in pattern._fields if field != "ctx"]
-        ours, theirs = ([getattr(n, field, None) for field in fields] for n in (pattern, node))
+        ours = [getattr(pattern, field, None) for field in fields]
+        theirs = [getattr(node, field, None) for field in fields]
         return _matches(ours, theirs, parts)
     return pattern == node
 

@@ -139,13 +139,13 @@ def average_gradients(comm: Comm, model: nn.Module, divide_by: int) -> None:
 
 def logged(loss: Tensor, model: nn.Module) -> Logged:
     """A step's log, with the CRC-32 of each parameter and buffer: equal bits, equal number."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    checksums = {}
+    for name, tensor in model.state_dict().items():
+        checksums[name] = zlib.crc32(tensor.numpy())
     return {
         "loss": loss.item(),
         "weights": parameters_to_vector(model.parameters()).detach(),
-        "gradient": parameters_to_vector(
-            [p.grad for p in model.parameters() if p.grad is not None]
-        ),
-        "checksums": {
-            name: zlib.crc32(tensor.numpy()) for name, tensor in model.state_dict().items()
-        },
+        "gradient": parameters_to_vector(gradients),
+        "checksums": checksums,
     }

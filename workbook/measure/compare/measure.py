@@ -30,7 +30,7 @@ _EPOCHS_FOR_TIME = 3
 # A run that takes longer is not going to end.
 _TIMEOUT_S = 300
 # What the record keeps of a run, besides its difference from one device.
-_KEPT = ("epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
+_KEPT = ("note", "epochs", "bytes_sent", "messages", "peak_memory", "replicas_agree")
 
 Row = dict[str, Any]
 
@@ -58,27 +58,24 @@ def find_contenders(
     that is the counterpart of several techniques takes part once; if it has an option for the
     backend and the ranks are on the CPU, on our backend as well.
     """
-    contenders: dict[str, Row] = {}
-
-    def add(name: str, strategy: str, **more: Any) -> None:
-        row = {"name": name, "strategy": strategy, "builtin": False, "backend": "auto"}
-        contenders.setdefault(name, row | {"counterpart": None} | more)
-
-    add(SINGLE, SINGLE, ranks=1)
+    plain: Row = {"builtin": False, "backend": "auto", "counterpart": None}
+    contenders: dict[str, Row] = {SINGLE: plain | {"strategy": SINGLE, "ranks": 1}}
     for name in names or strategies.STRATEGIES:
         if name == SINGLE:
             continue
+        ours = plain | {"strategy": name}
         torchs = find_technique(name, builtin=True)
         counterpart = torchs.__name__
-        add(name, name, counterpart=counterpart)
+        contenders[name] = ours | {"counterpart": counterpart}
         if name == "model_parallel":
             for points in split_points:
                 ranks = len(parse_split_points(points)) + 1
-                add(f"{name} {points}", name, split_points=points, ranks=ranks)
-        add(counterpart, name, builtin=True)
+                contenders[f"{name} {points}"] = ours | {"split_points": points, "ranks": ranks}
+        theirs = ours | {"builtin": True}
+        contenders.setdefault(counterpart, theirs)
         if "backend" in options_of(torchs) and devices.plan(1, device).backend == "gloo":
-            add(f"{counterpart} (labkit)", name, builtin=True, backend="labkit")
-    return list(contenders.values())
+            contenders.setdefault(f"{counterpart} (labkit)", theirs | {"backend": "labkit"})
+    return [{"name": name} | row for name, row in contenders.items()]
 
 
 def compare(
@@ -145,14 +142,10 @@ def settings_of(
 ) -> list[Row]:
     """The main setting first; the others only measure times, and run three epochs at most."""
     *smaller, largest = sorted(set(train_sizes))
-    settings = []
-    for train_size in [largest, *smaller]:
-        setting = {"world_size": world_size, "train_size": train_size, "batch_size": batch_size}
-        setting["epochs"] = epochs
-        if train_size < largest:
-            setting["epochs"] = min(epochs, _EPOCHS_FOR_TIME)
-        settings.append(setting)
-    return settings
+    main = {"world_size": world_size, "train_size": largest, "batch_size": batch_size}
+    main["epochs"] = epochs
+    timed = main | {"epochs": min(epochs, _EPOCHS_FOR_TIME)}
+    return [main, *(timed | {"train_size": train_size} for train_size in smaller)]
 
 
 def run_all(record: Record, common: Row, number: int, repeat: int) -> None:
@@ -174,9 +167,8 @@ def run_all(record: Record, common: Row, number: int, repeat: int) -> None:
             record["skipped"].append(row | {"failed": isinstance(error, WorkerError)})
     for name, result in results.items():
         facts = result.as_dict()
-        row = {"contender": name, "setting": number, "repeat": repeat, "note": facts.get("note")}
-        for key in _KEPT:
-            row[key] = facts[key]
+        row = {"contender": name, "setting": number, "repeat": repeat}
+        row |= {key: facts.get(key) for key in _KEPT}
         if SINGLE in results:
             difference = result.difference_from(results[SINGLE])
             row["difference_from_single"] = difference if math.isfinite(difference) else None
@@ -185,10 +177,11 @@ def run_all(record: Record, common: Row, number: int, repeat: int) -> None:
 
 def config_of(contender: Row, config: Row) -> Row:
     """The settings of a run, on the ranks of this contender: one device has one, a cut its own."""
+    config = dict(config)
+    for name in ("strategy", "builtin", "backend", "split_points"):
+        config[name] = contender.get(name)
     ranks = contender.get("ranks", config["world_size"])
-    config = config | {"world_size": ranks, "split_points": contender.get("split_points")}
-    for name in ("strategy", "builtin", "backend"):
-        config[name] = contender[name]
+    config["world_size"] = ranks
     if config["strategy"] == "mesh":
         # Only the transformer's layers can be cut.
         other_side = "tp" if config["model"] == "gpt" else "pp"

@@ -107,9 +107,7 @@ def report(record: Record) -> str:
     """The tables that the command prints."""
     parts = [f"{headline(record)}\n{_RULES}", str(scoreboard(record))]
     for row in record["skipped"]:
-        outcome = "not run"
-        if row["failed"]:
-            outcome = "failed"
+        outcome = "failed" if row["failed"] else "not run"
         ranks = format_count(row["world_size"], "rank")
         parts.append(f"{outcome}: {row['contender']} on {ranks}: {row['reason']}")
     notes = {run["contender"]: run["note"] for run in record["runs"] if run.get("note")}
@@ -152,31 +150,26 @@ def _cells(record: Record, contender: dict, mark: str) -> dict[str, str]:
 
 
 def _largest_difference(runs: list[dict]) -> str:
-    differences = [run.get("difference_from_single", "unknown") for run in runs]
-    # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
-    if None in differences:
-        return "not finite"
-    if "unknown" in differences:
+    if any("difference_from_single" not in run for run in runs):
         return "-"
-    return f"{max(differences):.1g}"
+    differences = [run["difference_from_single"] for run in runs]
+    # JSON has no NaN: in a run whose parameters diverged, null is stored instead.
+    return "not finite" if None in differences else f"{max(differences):.1g}"
 
 
 def _peak_memory(runs: list[dict]) -> str:
     """The median over runs of the rank, or the GPU, that took most."""
     peaks = []
     for run in runs:
-        of_run = []
-        for rank in run.get("peak_memory", ()):
-            if rank:
-                of_run += PeakMemory(**rank).by_device.values()
-        if of_run:
-            peaks.append(max(of_run))
+        num_bytes: list[int] = []
+        for rank in filter(None, run.get("peak_memory", ())):
+            num_bytes += PeakMemory(**rank).by_device.values()
+        if num_bytes:
+            peaks.append(max(num_bytes))
     return format_bytes(statistics.median(peaks)) if peaks else "-"
 
 
 def _spread(repeats: Sequence[float], text: Callable[[float], str]) -> str:
-    if not repeats:
-        return "-"
-    if len(set(repeats)) == 1:
-        return text(repeats[0])
-    return Spread.of(repeats).text(text)
+    if len(set(repeats)) > 1:
+        return Spread.of(repeats).text(text)
+    return text(repeats[0]) if repeats else "-"
