@@ -80,6 +80,7 @@ def even_split(
 
     They are counted, so every process finds the same split, without a measurement. The model is a
     chain of at least ``num_stages`` layers; ``input_shape`` and ``dtype`` are those of one sample.
+    ValueError for a model that takes no zeros.
     """
     # Not at the top: few need it, and it imports Triton.
     from torch.utils.flop_counter import FlopCounterMode
@@ -87,7 +88,14 @@ def even_split(
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
     sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))
     with FlopCounterMode(display=False) as counter:
-        totals = [counter.get_total_flops() for _ in layer_outputs(copy.deepcopy(model), sample)]
+        outputs = layer_outputs(copy.deepcopy(model), sample)
+        try:
+            totals = [counter.get_total_flops() for _ in outputs]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                "split points are found by a sample of zeros, which the model does not take: "
+                f"{error}. Give split_points"
+            ) from error
     flops = [total - before for before, total in itertools.pairwise([0, *totals])]
 
     def stage_flops(stage: int, start: int, end: int) -> float:

@@ -92,13 +92,15 @@ class StagedModel(Strategy):
     def _make_stages(self, model: nn.Module) -> None:
         """Keep this rank's layers, and move them to its device."""
         partition = self.partition
-        layers = layers_of(model)
+        # The whole model's ``train``, which may keep some layers in evaluation mode.
+        layers = layers_of(model.train())
         own_layers = []
         for index in partition.stages_of(self.stage_rank):
             start, end = partition.bounds[index]
             own_layers.append(nn.Sequential(*layers[start:end]))
         self.module = nn.Sequential(*own_layers)
-        self.module.to(self.comm.device).train()
+        self.module.to(self.comm.device)
+        self._in_training = [module for module in self.module.modules() if module.training]
         self.meter = ActivationMeter(self.module)
         self.stages = []
         for index, stage_layers in zip(partition.stages_of(self.stage_rank), own_layers):
@@ -279,7 +281,8 @@ class StagedModel(Strategy):
             value = stage.run(value)
             if not stage.is_last and self.num_ranks > 1:
                 self.stage_comm.send(value, (self.stage_rank + 1) % self.num_ranks)
-        self.module.train()
+        for module in self._in_training:
+            module.training = True
         return value if self.is_last else None
 
     def full_state(self) -> State:

@@ -18,9 +18,15 @@ from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.strategies.traits import Division
-from labkit.training.config import OPTIONS, RunConfig, parse_split_points, parse_straggler
+from labkit.training.config import (
+    OPTIONS,
+    STAGED,
+    RunConfig,
+    parse_split_points,
+    parse_straggler,
+)
 from labkit.training.optimizers import OPTIMIZERS, try_optimizer
-from labkit.training.own_model import hooked, note_on_unused
+from labkit.training.own_model import check_forward, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share
 from labkit.training.work import NOTHING, Own, Work, work_of
 from labkit.units import check_choice
@@ -58,10 +64,14 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     strategy.check_model(model, loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
-    if own_parts.model is not None:
-        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
     technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
+    if own_parts.model is not None:
+        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
+    if own_parts.model is not None and not is_alone:
+        divides = config.strategy not in STAGED or (config.dp or 1) > 1
+        inputs, _ = work.train.first(4)
+        print_once(check_forward(model, inputs, config.seed, technique, divides=divides))
     names = hooked(model)
     if names and not is_alone:
         raise ValueError(
@@ -124,20 +134,22 @@ def _check_balance(model: nn.Module, config: RunConfig) -> None:
 
 
 def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> int:
-    """The fewest samples, but not none, that the model gets at once on a rank."""
+    """The fewest samples that the model gets at once on a rank; 0 if PyTorch runs it on none."""
     workers = config.world_size - strategy.servers
+    least = 0 if config.builtin and getattr(strategy, "runs_empty", False) else 1
     if strategy.traits.in_one_process:
         workers = len(strategy.devices)
     if strategy.traits.takes_whole_batch or strategy.sync_batch_norm:
         workers = 1
     if "dp" in options_of(type(strategy)):
         workers = getattr(strategy, "dp", 1)
+        least = 1
     micro_batches = getattr(strategy, "micro_batches", getattr(strategy, "accumulate", 1))
     if not isinstance(micro_batches, int):
         micro_batches = config.accumulate or 1
     batches = {min(config.batch_size, num_samples), num_samples % config.batch_size} - {0}
     shares = [batch // min(batch, micro_batches) // max(1, workers) for batch in batches]
-    return max(1, min(shares))
+    return max(least, min(shares))
 
 
 def options_of(technique: type[Strategy]) -> list[str]:

@@ -61,6 +61,19 @@ def with_statistics():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
+class KeepsStatistics(nn.Sequential):
+    """Its BatchNorm stays in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def frozen_statistics():
+    return KeepsStatistics(*with_statistics())
+
+
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -68,6 +81,7 @@ def plain_sgd(parameters):
 ON_TWO = {"world_size": 2}
 PIPELINE = ("pipeline", ON_TWO)
 COPIES = ("data_parallel", {"devices": "cpu,cpu"})
+MESH = ("mesh", {"dp": 2})
 
 
 @pytest.mark.fresh
@@ -75,9 +89,10 @@ COPIES = ("data_parallel", {"devices": "cpu,cpu"})
 @pytest.mark.parametrize(
     ("model", "data", "techniques"),
     [
-        (sparse, tokens, [("ddp", ON_TWO), ("ring_all_reduce", ON_TWO), COPIES]),
+        (sparse, tokens, [("ddp", ON_TWO), ("ring_all_reduce", ON_TWO), COPIES, MESH]),
         (lazy, make_data, [PIPELINE, ("ddp", ON_TWO)]),
         (normed, make_data, [PIPELINE, COPIES]),
+        (frozen_statistics, make_data, [PIPELINE, ("model_parallel", ON_TWO)]),
     ],
 )
 def test_it_trains_as_on_one_device(model, data, techniques):
@@ -95,6 +110,34 @@ def test_local_averages_after_each_update_decay_sparse_weights_as_ddp_does():
     ddp = train_with("ddp", **ON_TWO, **settings).state
     averaged = train_with("ddp", average_every=1, **ON_TWO, **settings).state
     assert largest_difference(averaged, ddp) < 1e-10
+
+
+class Padded(nn.Module):
+    """Takes sequences [n, 1 + length], of which the first number is the length."""
+
+    def forward(self, inputs):
+        lengths = inputs[:, 0].long() + 1
+        pack = nn.utils.rnn.pack_padded_sequence
+        packed = pack(inputs, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, total_length=8)[0]
+
+
+class Inverse(nn.Module):
+    def forward(self, inputs):
+        return torch.linalg.inv(torch.diag_embed(inputs)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "strategy", "options", "words"),
+    [
+        (Padded, "ddp", {"world_size": 3, "builtin": True, "train_size": 10}, "has 0 of 10"),
+        (Inverse, *PIPELINE, "sample of zeros.*Give split_points"),
+    ],
+)
+def test_a_model_that_takes_no_empty_batch_or_no_zeros_is_refused(layer, strategy, options, words):
+    settings = SMALL | {"model": lambda: nn.Sequential(layer(), nn.Linear(8, 3))}
+    with pytest.raises(ValueError, match=words):
+        train_with(strategy, dataset=labeled(torch.rand(32, 8)), **options, **settings)
 
 
 @pytest.mark.fresh
