@@ -18,13 +18,7 @@ from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.strategies.traits import Division
-from labkit.training.config import (
-    OPTIONS,
-    STAGED,
-    RunConfig,
-    parse_split_points,
-    parse_straggler,
-)
+from labkit.training.config import OPTIONS, STAGED, RunConfig, parse_split_points, parse_straggler
 from labkit.training.optimizers import OPTIMIZERS, try_optimizer
 from labkit.training.own_model import check_forward, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share

@@ -74,6 +74,15 @@ def raises_on_one(comm):
     comm.recv(torch.empty(1), 1)
 
 
+class Unreadable(RuntimeError):
+    def __str__(self):
+        return self.text
+
+
+def raises_unreadable(comm):
+    raise Unreadable
+
+
 def raises_with_a_cause(comm):
     try:
         torch.ones(2) @ torch.ones(3)
@@ -252,6 +261,10 @@ FAULTS = {
         Fault(
             raises_with_a_cause, world_size=1, rank=0,
             says=["ValueError: the shapes", "inconsistent tensor size", HERE, "from error"],
+        ),
+        Fault(
+            raises_unreadable, world_size=1, rank=0,
+            says=["raised Unreadable: its text cannot be shown", HERE, "raise Unreadable"],
         ),
     ],
     "02 is killed": [
@@ -538,6 +551,12 @@ STARTED = {
     ),
     "pdb": ("python -m pdb -c continue -c quit good.py < /dev/null", "[0, 1]"),
     "forks of a process that has run": ("python pools.py", "[0, 1]\nno daemonic process do so"),
+    "closed standard streams": ("python good.py <&- 2>&-", "[0, 1]"),
+    "a folder that is gone": (
+        "mkdir gone && cd gone && PYTHONPATH=..:$PYTHONPATH "
+        "python -c 'import good, os; good.labkit.run; os.rmdir(os.getcwd()); good.ranks(2)'",
+        "current folder has been removed",
+    ),
     "no guard": ("python bare.py", "it has to be called under if __name__"),
     "few files": ("ulimit -n 24; python good.py", "may open 24 files (ulimit -n)"),
     # As a user who has no other processes, and may read this one's files.
