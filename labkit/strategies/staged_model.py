@@ -21,7 +21,7 @@ from labkit.collectives import broadcast, naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import NAIVE, Action, Hop, messages_of
 from labkit.schedules.timetable import instructions
-from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.base import MakeOptimizer, Strategy, make_dense
 from labkit.strategies.hops import Hops
 from labkit.strategies.partition import Partition
 from labkit.strategies.saved_state import SavedState, State
@@ -264,6 +264,7 @@ class StagedModel(Strategy):
         for name, ranks in self.partition.tied.items():
             if self.stage_rank in ranks:
                 parameter = self.parameters[name]
+                make_dense(parameter)
                 gradient = torch.zeros_like(parameter)
                 if parameter.grad is not None:
                     gradient = parameter.grad.contiguous()

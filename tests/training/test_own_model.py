@@ -110,8 +110,6 @@ def test_a_parameter_that_no_sample_uses_is_named(used, capsys):
 
 
 class Renormed(nn.EmbeddingBag):
-    """Each forward shrinks the rows that it uses."""
-
     def forward(self, inputs):
         return super().forward(inputs.abs().long())
 
@@ -123,15 +121,15 @@ def test_a_parameter_that_forward_changes_is_refused_where_ranks_divide_a_batch(
         train([Renormed(9, 3, max_norm=0.5), nn.Linear(3, 3)], strategy, **sides)
 
 
-def with_spectral_norm():
+def spectral():
     return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
 
 
 @pytest.mark.parametrize(
     ("make", "options", "is_named"),
     [
-        (with_spectral_norm, {"accumulate": 2}, True),
-        (with_spectral_norm, {}, False),
+        (spectral, {"accumulate": 2}, True),
+        (spectral, {}, False),
         ([nn.BatchNorm1d(6), *plain()], {"accumulate": 2, "batch_size": 6}, False),
     ],
 )
