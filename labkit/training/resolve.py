@@ -39,13 +39,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(own_parts, name) is None:
             check_choice(name, getattr(config, name), tuple(known))
-    if config.log_dir is not None:
-        require("tensorboard", "log_dir")
-    _check_record(config)
-    for name in ("checkpoint_dir", "log_dir", "record"):
-        folder = getattr(config, name)
-        if folder is not None and is_rank_0():
-            check_folder(name, folder)
+    _check_folders(config)
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
@@ -62,10 +56,10 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     is_alone = config.strategy == "single" and not config.accumulate
     if own_parts.model is not None:
         print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
-    if own_parts.model is not None and not is_alone:
-        divides = config.strategy not in STAGED or (config.dp or 1) > 1
-        inputs, _ = work.train.first(4)
-        print_once(check_forward(model, inputs, config.seed, technique, divides=divides))
+        if not is_alone:
+            inputs, _ = work.train.first(4)
+            divides = config.strategy not in STAGED or (config.dp or 1) > 1
+            print_once(check_forward(model, inputs, config.seed, technique, divides=divides))
     names = hooked(model)
     if names and not is_alone:
         raise ValueError(
@@ -94,7 +88,13 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     return strategy, work
 
 
-def _check_record(config: RunConfig) -> None:
+def _check_folders(config: RunConfig) -> None:
+    if config.log_dir is not None:
+        require("tensorboard", "log_dir")
+    for name in ("checkpoint_dir", "log_dir", "record"):
+        folder = getattr(config, name)
+        if folder is not None and is_rank_0():
+            check_folder(name, folder)
     if config.record is not None and config.strategy == "async_parameter_server":
         raise ValueError(
             "record: the workers of async_parameter_server have no steps in common: leave record "
