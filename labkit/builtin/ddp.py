@@ -79,6 +79,7 @@ class TorchDDP(OnShares):
     backend: str = "auto"
     bucket_mb: float = DEFAULT_BUCKET_MB
     saved_state_class = BucketOrder
+    runs_empty = True
 
     def setup(self, comm: Comm, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         self.group: Any = None if self.backend == "auto" else dist.new_group(backend=self.backend)
@@ -91,7 +92,6 @@ class TorchDDP(OnShares):
             self.model, device_ids=devices, process_group=self.group, **sizes
         )
         self.no_sync = self.module.no_sync
-        self.runs_empty = True
         # In fp16 a loss P times as large would overflow sooner than on one device.
         if not self.precision.scaler.enabled:
             self.loss_factor = comm.world_size

@@ -65,7 +65,6 @@ class TorchSharded(TorchDDP):
         # Nothing but the model may keep the parameters alive, which FSDP replaces by shards.
         self.trained = []
         shard_units(model, units, mesh=mesh, reshard_after_forward=self.stage == 3)
-        self.runs_empty = True
         self.divided: list[Any] = [p for p in model.parameters() if p.requires_grad]
         # The same memory as plain tensors, which an optimizer updates more quickly.
         self.trained = [nn.Parameter(p.to_local()) for p in self.divided]

@@ -87,7 +87,14 @@ def even_split(
     # One real sample: on the meta device, convolutions import PyTorch's compiler first (seconds).
     sample = torch.zeros((1, *input_shape), dtype=dtype or input_dtype(model))
     with FlopCounterMode(display=False) as counter:
-        totals = [counter.get_total_flops() for _ in layer_outputs(copy.deepcopy(model), sample)]
+        outputs = layer_outputs(copy.deepcopy(model), sample)
+        try:
+            totals = [counter.get_total_flops() for _ in outputs]
+        except Exception as error:
+            raise ValueError(
+                "split points are found by a sample of zeros, which the model does not take: "
+                f"{error}. Give split_points"
+            ) from error
     flops = [total - before for before, total in itertools.pairwise([0, *totals])]
 
     def stage_flops(stage: int, start: int, end: int) -> float:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from labkit.collectives import broadcast_coalesced
 from labkit.engine.comm.comm import Comm, SubComm
-from labkit.strategies.base import MakeOptimizer
+from labkit.strategies.base import MakeOptimizer, make_dense
 from labkit.strategies.ddp import make_buckets
 from labkit.strategies.model_parallel import Pipeline
 from labkit.strategies.saved_state import State
@@ -167,6 +167,7 @@ class Mesh(Pipeline):
             self.group.reduce_shared_gradients(self.trained)
         for bucket in self.buckets:
             for parameter in bucket.parameters:
+                make_dense(parameter)
                 bucket.take(parameter)
             bucket.all_reduce(self.data)
 

@@ -21,7 +21,7 @@ from labkit.collectives import broadcast, naive_all_reduce
 from labkit.engine.comm.comm import Comm, SubComm
 from labkit.schedules.pipeline import NAIVE, Action, Hop, messages_of
 from labkit.schedules.timetable import instructions
-from labkit.strategies.base import MakeOptimizer, Strategy
+from labkit.strategies.base import MakeOptimizer, Strategy, make_dense
 from labkit.strategies.hops import Hops
 from labkit.strategies.partition import Partition
 from labkit.strategies.saved_state import SavedState, State
@@ -92,13 +92,15 @@ class StagedModel(Strategy):
     def _make_stages(self, model: nn.Module) -> None:
         """Keep this rank's layers, and move them to its device."""
         partition = self.partition
-        layers = layers_of(model)
+        # The whole model's ``train``, which may keep some layers in evaluation mode.
+        layers = layers_of(model.train())
         own_layers = []
         for index in partition.stages_of(self.stage_rank):
             start, end = partition.bounds[index]
             own_layers.append(nn.Sequential(*layers[start:end]))
         self.module = nn.Sequential(*own_layers)
-        self.module.to(self.comm.device).train()
+        self.module.to(self.comm.device)
+        self._in_training = [module for module in self.module.modules() if module.training]
         self.meter = ActivationMeter(self.module)
         self.stages = []
         for index, stage_layers in zip(partition.stages_of(self.stage_rank), own_layers):
@@ -262,6 +264,7 @@ class StagedModel(Strategy):
         for name, ranks in self.partition.tied.items():
             if self.stage_rank in ranks:
                 parameter = self.parameters[name]
+                make_dense(parameter)
                 gradient = torch.zeros_like(parameter)
                 if parameter.grad is not None:
                     gradient = parameter.grad.contiguous()
@@ -279,7 +282,8 @@ class StagedModel(Strategy):
             value = stage.run(value)
             if not stage.is_last and self.num_ranks > 1:
                 self.stage_comm.send(value, (self.stage_rank + 1) % self.num_ranks)
-        self.module.train()
+        for module in self._in_training:
+            module.training = True
         return value if self.is_last else None
 
     def full_state(self) -> State:

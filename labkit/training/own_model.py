@@ -118,6 +118,52 @@ def note_on_unused(
     )
 
 
+def check_forward(
+    model: nn.Module, inputs: Tensor, seed: int, technique: str, *, divides: bool
+) -> str:
+    """Return a note if a forward in training leaves something behind for the next, else "".
+
+    Raises:
+        ValueError: forward changes a parameter, and the technique ``divides`` a batch.
+    """
+    versions = {parameter: parameter._version for parameter in model.parameters()}
+    buffers = _own_buffers(model)
+    outputs = []
+    for _ in range(2):
+        with seeded(seed), torch.no_grad():
+            outputs.append(model.train()(inputs.clone()))
+    for name, parameter in model.named_parameters():
+        if divides and parameter._version > versions[parameter]:
+            raise ValueError(
+                f"a forward of the model changes parameter {name} in place, as max_norm of an "
+                f"embedding does, and with {technique} each rank or micro-batch would change it "
+                "by its own samples: leave that out, do it in the optimizer's step, or use "
+                "strategy single without accumulate"
+            )
+    after = _own_buffers(model)
+    changed = [f"buffer {name}" for name, buffer in buffers.items() if after[name] != buffer]
+    if not torch.allclose(*outputs, equal_nan=True):
+        changed.append("its outputs")
+    if not changed:
+        return ""
+    return (
+        f"Each forward of the model changes something for the next ({changed[0]}), as a counter, "
+        f"a running average or spectral_norm does: {technique} equals one device only if that "
+        "does not depend on the samples, and each rank runs one forward for each batch (no "
+        "accumulate, no micro-batches, no fewer samples than ranks)."
+    )
+
+
+def _own_buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return identity and version of the buffers, but for those of BatchNorm and the like."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                found[name] = id(buffer), buffer._version
+    return found
+
+
 def hooked(model: nn.Module) -> list[str]:
     """Return the names of the parameters that have hooks."""
     names = []

@@ -18,9 +18,9 @@ from labkit.extras import require
 from labkit.schedules.split_points import check_split_points
 from labkit.strategies.base import Strategy
 from labkit.strategies.traits import Division
-from labkit.training.config import OPTIONS, RunConfig, parse_split_points, parse_straggler
+from labkit.training.config import OPTIONS, STAGED, RunConfig, parse_split_points, parse_straggler
 from labkit.training.optimizers import OPTIMIZERS, try_optimizer
-from labkit.training.own_model import hooked, note_on_unused
+from labkit.training.own_model import check_forward, hooked, note_on_unused
 from labkit.training.trial import try_out, try_share
 from labkit.training.work import NOTHING, Own, Work, work_of
 from labkit.units import check_choice
@@ -39,13 +39,7 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     for name, known in (("loss", LOSSES), ("optimizer", OPTIMIZERS)):
         if getattr(own_parts, name) is None:
             check_choice(name, getattr(config, name), tuple(known))
-    if config.log_dir is not None:
-        require("tensorboard", "log_dir")
-    _check_record(config)
-    for name in ("checkpoint_dir", "log_dir", "record"):
-        folder = getattr(config, name)
-        if folder is not None and is_rank_0():
-            check_folder(name, folder)
+    _check_folders(config)
     if config.augment is not None or config.resize is not None:
         require("torchvision", "augment or resize")
     work = work_of(config, own_parts, download)
@@ -58,10 +52,14 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     strategy.check_model(model, loss, config.world_size)
     try_share(model, work.train, _smallest_share(config, strategy, len(work.train)))
     strategy.weighing = weighing
-    if own_parts.model is not None:
-        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
     technique = config.technique_name
     is_alone = config.strategy == "single" and not config.accumulate
+    if own_parts.model is not None:
+        print_once(note_on_unused(model, loss, *work.train.first(1), config.seed))
+        if not is_alone:
+            inputs, _ = work.train.first(4)
+            divides = config.strategy not in STAGED or (config.dp or 1) > 1
+            print_once(check_forward(model, inputs, config.seed, technique, divides=divides))
     names = hooked(model)
     if names and not is_alone:
         raise ValueError(
@@ -90,7 +88,13 @@ def resolve(config: RunConfig, own_parts: Own, download: bool = False) -> tuple[
     return strategy, work
 
 
-def _check_record(config: RunConfig) -> None:
+def _check_folders(config: RunConfig) -> None:
+    if config.log_dir is not None:
+        require("tensorboard", "log_dir")
+    for name in ("checkpoint_dir", "log_dir", "record"):
+        folder = getattr(config, name)
+        if folder is not None and is_rank_0():
+            check_folder(name, folder)
     if config.record is not None and config.strategy == "async_parameter_server":
         raise ValueError(
             "record: the workers of async_parameter_server have no steps in common: leave record "
@@ -124,20 +128,22 @@ def _check_balance(model: nn.Module, config: RunConfig) -> None:
 
 
 def _smallest_share(config: RunConfig, strategy: Strategy, num_samples: int) -> int:
-    """The fewest samples, but not none, that the model gets at once on a rank."""
+    """The fewest samples that the model gets at once on a rank; 0 if PyTorch runs it on none."""
     workers = config.world_size - strategy.servers
+    least = 0 if config.builtin and getattr(strategy, "runs_empty", False) else 1
     if strategy.traits.in_one_process:
         workers = len(strategy.devices)
     if strategy.traits.takes_whole_batch or strategy.sync_batch_norm:
         workers = 1
     if "dp" in options_of(type(strategy)):
         workers = getattr(strategy, "dp", 1)
+        least = 1
     micro_batches = getattr(strategy, "micro_batches", getattr(strategy, "accumulate", 1))
     if not isinstance(micro_batches, int):
         micro_batches = config.accumulate or 1
     batches = {min(config.batch_size, num_samples), num_samples % config.batch_size} - {0}
     shares = [batch // min(batch, micro_batches) // max(1, workers) for batch in batches]
-    return max(1, min(shares))
+    return max(least, min(shares))
 
 
 def options_of(technique: type[Strategy]) -> list[str]:

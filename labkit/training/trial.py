@@ -99,8 +99,8 @@ def try_share(model: nn.Module, train: Samples, count: int) -> None:
         raise ValueError(
             f"the smallest part of a batch that the model gets at once has {count} of "
             f"{len(train)} samples (the last batch may be small), and the model does not take "
-            f"it: {error}. Use another batch_size, fewer ranks or micro-batches, or "
-            "sync_batch_norm where a technique has it"
+            f"it: {str(error).rstrip('.')}. Use another batch_size, fewer ranks or micro-batches, "
+            "or sync_batch_norm where a technique has it"
         ) from error
 
 

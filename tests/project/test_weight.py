@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26850,
+    "labkit": 26910,
     "notebooks": 900,
-    "tests": 27600,
+    "tests": 27675,
     "tools": 1720,
     "workbook": 16740,
 }

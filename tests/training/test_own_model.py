@@ -107,3 +107,32 @@ class Idle(nn.Linear):
 def test_a_parameter_that_no_sample_uses_is_named(used, capsys):
     train(plain if used else Idle, optimizer="adamw", weight_decay=0.1)
     assert ("idle first" in capsys.readouterr().err) != used
+
+
+class Renormed(nn.EmbeddingBag):
+    def forward(self, inputs):
+        return super().forward(inputs.abs().long())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "sharded", "parameter_server", "mesh"])
+def test_a_parameter_that_forward_changes_is_refused_where_ranks_divide_a_batch(strategy):
+    sides = {"dp": 2} if strategy == "mesh" else {"world_size": 2}
+    with pytest.raises(ValueError, match=r"changes parameter 0\.weight in place"):
+        train([Renormed(9, 3, max_norm=0.5), nn.Linear(3, 3)], strategy, **sides)
+
+
+def spectral():
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "is_named"),
+    [
+        (spectral, {"accumulate": 2}, True),
+        (spectral, {}, False),
+        ([nn.BatchNorm1d(6), *plain()], {"accumulate": 2, "batch_size": 6}, False),
+    ],
+)
+def test_a_buffer_that_a_forward_changes_is_named(make, options, is_named, capsys):
+    train(make, **options)
+    assert ("(buffer parametrizations" in capsys.readouterr().err) == is_named

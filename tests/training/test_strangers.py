@@ -43,6 +43,12 @@ def sparse():
     return nn.Sequential(Bag(), nn.Linear(6, 3))
 
 
+def tied_sparse():
+    model = nn.Sequential(Bag(), nn.Linear(6, 20, bias=False))
+    model[1].weight = model[0].embedding.weight
+    return model
+
+
 class Positions(nn.Module):
     def forward(self, inputs):
         return inputs + torch.arange(inputs.shape[-1]) / 8
@@ -61,6 +67,17 @@ def with_statistics():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
+class KeepsStatistics(nn.Sequential):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def frozen_statistics():
+    return KeepsStatistics(*with_statistics())
+
+
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -68,6 +85,7 @@ def plain_sgd(parameters):
 ON_TWO = {"world_size": 2}
 PIPELINE = ("pipeline", ON_TWO)
 COPIES = ("data_parallel", {"devices": "cpu,cpu"})
+MESH = ("mesh", {"dp": 2})
 
 
 @pytest.mark.fresh
@@ -75,9 +93,11 @@ COPIES = ("data_parallel", {"devices": "cpu,cpu"})
 @pytest.mark.parametrize(
     ("model", "data", "techniques"),
     [
-        (sparse, tokens, [("ddp", ON_TWO), ("ring_all_reduce", ON_TWO), COPIES]),
+        (sparse, tokens, [("ddp", ON_TWO), ("ring_all_reduce", ON_TWO), COPIES, MESH]),
+        (tied_sparse, tokens, [PIPELINE]),
         (lazy, make_data, [PIPELINE, ("ddp", ON_TWO)]),
         (normed, make_data, [PIPELINE, COPIES]),
+        (frozen_statistics, make_data, [PIPELINE, ("model_parallel", ON_TWO)]),
     ],
 )
 def test_it_trains_as_on_one_device(model, data, techniques):
@@ -95,6 +115,20 @@ def test_local_averages_after_each_update_decay_sparse_weights_as_ddp_does():
     ddp = train_with("ddp", **ON_TWO, **settings).state
     averaged = train_with("ddp", average_every=1, **ON_TWO, **settings).state
     assert largest_difference(averaged, ddp) < 1e-10
+
+
+class NeverZero(nn.Linear):
+    def forward(self, inputs):
+        assert inputs.any(), "zeros"
+        return super().forward(inputs)
+
+
+def test_a_model_that_takes_no_empty_batch_or_no_zeros_is_refused():
+    settings = SMALL | {"model": [NeverZero(8, 8), nn.Linear(8, 3)], "dataset": make_data}
+    with pytest.raises(ValueError, match="has 0 of 10"):
+        train_with("ddp", world_size=3, builtin=True, train_size=10, **settings)
+    with pytest.raises(ValueError, match=r"(?s)sample of zeros.*Give split_points"):
+        train_with("pipeline", **ON_TWO, **settings)
 
 
 @pytest.mark.fresh

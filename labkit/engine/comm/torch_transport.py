@@ -264,7 +264,7 @@ def means_loss(error: BaseException) -> bool:
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         return False
-    return isinstance(error, dist.DistNetworkError) or bool(_LOSS.search(str(error)))
+    return isinstance(error, dist.DistNetworkError) or bool(_LOSS.search(repr(error)))
 
 
 def first_line(error: BaseException) -> str:

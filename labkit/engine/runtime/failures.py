@@ -66,8 +66,11 @@ def report_of_failure(rank: int, error: BaseException) -> Report:
 
 def _explained(error: BaseException) -> str:
     """The text of an error, and what it does not say if memory or /dev/shm is full."""
-    # Without the stack in C++.
-    text = str(error).partition("\nException raised from ")[0].strip()
+    try:
+        # Without the stack in C++.
+        text = str(error).partition("\nException raised from ")[0].strip()
+    except Exception as fault:
+        return f"its text cannot be shown, as __str__ raises {type(fault).__name__}"
     frames = traceback.extract_tb(error.__traceback__)
     # The semaphores of a queue are files in /dev/shm, and the error names none of them.
     ended_in = frames[-1].filename if frames else ""

@@ -70,6 +70,18 @@ def _prepare() -> None:
     method = multiprocessing.get_start_method(allow_none=True)
     if method not in (None, *multiprocessing.get_all_start_methods()):
         multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the current folder has been removed, and ranks start in it: os.chdir to another first"
+        ) from None
+    # Where a daemon has closed its standard streams, sockets would get their numbers.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def kernel() -> Any:

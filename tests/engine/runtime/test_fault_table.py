@@ -74,6 +74,14 @@ def raises_on_one(comm):
     comm.recv(torch.empty(1), 1)
 
 
+class Unreadable(RuntimeError):
+    __str__ = None
+
+
+def raises_unreadable(comm):
+    raise Unreadable
+
+
 def raises_with_a_cause(comm):
     try:
         torch.ones(2) @ torch.ones(3)
@@ -252,6 +260,10 @@ FAULTS = {
         Fault(
             raises_with_a_cause, world_size=1, rank=0,
             says=["ValueError: the shapes", "inconsistent tensor size", HERE, "from error"],
+        ),
+        Fault(
+            raises_unreadable, world_size=1, rank=0,
+            says=["raised Unreadable: its text cannot be shown", HERE, "raise Unreadable"],
         ),
     ],
     "02 is killed": [
@@ -538,6 +550,8 @@ STARTED = {
     ),
     "pdb": ("python -m pdb -c continue -c quit good.py < /dev/null", "[0, 1]"),
     "forks of a process that has run": ("python pools.py", "[0, 1]\nno daemonic process do so"),
+    "closed standard streams": ("python good.py <&- 2>&-", "[0, 1]"),
+    "a folder that is gone": ("python gone.py", "current folder has been removed"),
     "no guard": ("python bare.py", "it has to be called under if __name__"),
     "few files": ("ulimit -n 24; python good.py", "may open 24 files (ulimit -n)"),
     # As a user who has no other processes, and may read this one's files.
@@ -548,7 +562,7 @@ STARTED = {
     ),
 }
 GOOD = """
-import labkit
+import labkit, os
 from multiprocessing import Pool
 from concurrent.futures import ProcessPoolExecutor
 
@@ -558,6 +572,7 @@ def rank(comm):
 def ranks(number):
     return labkit.run(rank, world_size=number, device="cpu").values
 """
+GONE = "labkit.run, os.mkdir('d'), os.chdir('d'), os.rmdir('../d'), ranks(2)\n"
 IN_POOLS = """
 if __name__ == "__main__":
     ranks(1)
@@ -576,7 +591,7 @@ def test_19_started_in_unusual_ways(way, case):
     if "setpriv" in command and (os.getuid() or not shutil.which("setpriv")):
         pytest.skip("only root can become a user without processes")
     scripts = {"good": 'if __name__ == "__main__":\n    print(ranks(4)[:2])\n'}
-    scripts |= {"bare": "print(ranks(2))\n", "pools": IN_POOLS}
+    scripts |= {"bare": "print(ranks(2))\n", "pools": IN_POOLS, "gone": GONE}
     for name, text in scripts.items():
         (case.folder / f"{name}.py").write_text(GOOD + text)
     temporary = case.folder / "t"
