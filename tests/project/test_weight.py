@@ -15,11 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26910,
+    "labkit": 26920,
     "notebooks": 900,
-    "tests": 27675,
-    "tools": 1720,
-    "workbook": 16740,
+    "tests": 27470,
+    "tools": 1710,
+    "workbook": 16550,
 }
 
 

@@ -59,8 +59,7 @@ def memory_ledger(
     scale, unit = byte_unit(largest)
     figure, axes = new_axes(3.8, title)
     if limit_bytes is not None:
-        scale = 1e9
-        unit = "GB"
+        scale, unit = 1e9, "GB"
         axes.axhline(limit_bytes / scale, color=DARK, linestyle="--")
         end = (len(models) - 0.1, limit_bytes / scale)
         axes.annotate(f"{shown(limit_bytes)}: a GPU", end, (0, 3), ha="right", **_IN_POINTS)
