@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 27600,
     "tools": 1720,
-    "workbook": 16740,
+    "workbook": 16835,
 }
 
 
