@@ -48,11 +48,6 @@ def counts_pulls(events):
     return late
 
 
-def counts_one_stage(slots):
-    busy_s = sum(slot.end_s - slot.start_s for slot in slots)
-    return 1 - busy_s / (max(s.end_s for s in slots) - min(s.start_s for s in slots))
-
-
 def slopes_from_0(small, large, num_bytes):
     return small[1] + large[1] / large[0] * (num_bytes - small[0])
 
@@ -101,7 +96,6 @@ NAMED = [
     (check.ring.share_only, goes_up, "adds step where it should subtract"),
     (check.staleness.server, takes_turns, "waits for one worker"),
     (check.staleness.bookkeeping, counts_pulls, "in both cases"),
-    (check.pipeline.bubble, counts_one_stage, "multiply by the number of stages"),
     (check.mesh.groups, cuts_in_a_row, "without permute"),
     (check.puzzles.all_to_all, in_order_of_distance, "without flip and roll"),
     (check.ring.rotate_and_add, passes_its_sum_on, "sends tensor"),

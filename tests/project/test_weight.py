@@ -19,7 +19,7 @@ LIMITS = {
     "notebooks": 900,
     "tests": 27470,
     "tools": 1710,
-    "workbook": 16550,
+    "workbook": 16660,
 }
 
 

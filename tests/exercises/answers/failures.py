@@ -103,13 +103,19 @@ def never_begins(answers, last, now_s, patience_s, min_replicas):
 
 
 def late_by_no_time(answers, last, now_s, patience_s, min_replicas):
-    """Who answered just ``patience_s`` ago is not healthy."""
     return quorum(answers, last, now_s, math.nextafter(patience_s, 0), min_replicas)
 
 
 def newcomers_do_not_count(answers, last, now_s, patience_s, min_replicas):
     members = {r: answer for r, answer in answers.items() if r in last or not last}
     if quorum(members, last, now_s, patience_s, min_replicas) == ([], []):
+        return [], []
+    return quorum(answers, last, now_s, patience_s, min_replicas)
+
+
+def votes_of_all(answers, last, now_s, patience_s, min_replicas):
+    votes = [r for r in last if r in answers and now_s - answers[r][0] <= patience_s]
+    if last and 2 * len(votes) <= len(answers):
         return [], []
     return quorum(answers, last, now_s, patience_s, min_replicas)
 
@@ -133,7 +139,7 @@ ANSWERS = [
         [
             *(half_is_enough, newcomers_vote, old_answers_count, as_few_as_there_are),
             *(the_lost_may_lead, never_begins, late_by_no_time, newcomers_do_not_count),
-            more_than_half_of_all,
+            *(more_than_half_of_all, votes_of_all),
         ],
     ),
 ]

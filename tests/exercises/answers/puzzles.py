@@ -315,7 +315,7 @@ ANSWERS = [
         [
             partial(recomputes, begins=range(0, 64, 8)),
             ends(from_the_start),
-            from_the_first_to_the_last,
+            ends(from_the_first_to_the_last),
         ],
     ),
     Answers(

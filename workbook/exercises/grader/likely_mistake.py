@@ -124,7 +124,7 @@ def _fitting(
         else:
             fitting[level].append(phrase)
     results = [value for of_case in values.values() for value in of_case]
-    if all(type(result) in _CHOICES for result in results) and sum(map(len, fitting)) > 1:
+    if all(type(result) in _CHOICES for result in results) and len(fitting[0]) > 1:
         return []  # Two kinds of answers may be alike by chance.
     for phrases, most in zip(fitting, _MOST_PHRASES):
         if phrases:
