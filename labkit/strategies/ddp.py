@@ -77,7 +77,7 @@ class NaiveDDP(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             broadcast(comm, tensor)
         # (Python's collector does not see a cycle that goes through such a hook.)
-        replica_ref = weakref.ref(self)
+        replica_ref: weakref.ref[NaiveDDP] = weakref.ref(self)
         self._output_hook = partial(self._on_output, replica_ref)
         for parameter in self.trained:
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, replica_ref))

@@ -142,8 +142,12 @@ def main(
             raise ValueError(f"{size} bytes do not divide into float32: give a multiple of 4")
     if figure_path and Path(figure_path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {figure_path}: a figure is saved as .png or .svg")
-    config = {"world_sizes": world_sizes, "sizes_bytes": sizes_bytes, "repeats": repeats}
-    config["device"] = device
+    config = {
+        "world_sizes": world_sizes,
+        "sizes_bytes": sizes_bytes,
+        "repeats": repeats,
+        "device": device,
+    }
     record = {"command": shlex.join(["labkit", *words]), "config": config}
     results = (bench_all_reduce(count, sizes_bytes, repeats, device) for count in world_sizes)
     show(results, record, json_path, figure_path)

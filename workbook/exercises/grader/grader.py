@@ -124,7 +124,9 @@ def _why_stuck(exercise: Exercise, error: DidNotFinish) -> str:
     """The mistake with which a run did not end, if it can be told from who waits for whom."""
     waiting = r"rank (\d+) is in (?:send|exchange), waiting for rank (\d+) to receive"
     for rank, peer in re.findall(waiting, str(error)):
-        allowed = exercise.target and exercise.target(int(rank), error.case).peers
+        if exercise.target is None:
+            break
+        allowed = exercise.target(int(rank), error.case).peers
         if allowed is not None and int(peer) not in allowed:
             return f"rank {rank} has nothing to send to rank {peer}"
     found = (why for pattern, why in exercise.stuck.items() if re.search(pattern, str(error)))

@@ -156,8 +156,9 @@ def with_one_mistake(source: str, known: Collection[str]) -> Iterator[tuple[str,
                 if change.kind:
                     alike.setdefault((change.kind, type(parent)), []).append(change)
     # What is mistaken in one place may be mistaken in all.
-    for changes in filter(None, [*alike.values(), *_exchanged(tree, arguments)]):
-        yield from _compiled(tree, changes, seen)
+    for joint_changes in [*alike.values(), *_exchanged(tree, arguments)]:
+        if joint_changes:
+            yield from _compiled(tree, joint_changes, seen)
 
 
 def _compiled(
@@ -328,8 +329,12 @@ def _exchanged(tree: ast.Module, arguments: list[str]) -> Iterator[list[_Change]
                     turned.append(_Change(phrase, 0, part, ast.BinOp(part.left, op, part.right)))
             yield turned
     # A list in place of a number may make a long one.
-    several = [n for n in nodes if isinstance(n, ast.Subscript) or hasattr(n, "iter")]
-    lists = {ast.unparse(getattr(n, "iter", None) or n.value) for n in several}
+    lists = set()
+    for node in nodes:
+        if isinstance(node, ast.Subscript):
+            lists.add(ast.unparse(node.value))
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            lists.add(ast.unparse(node.iter))
     for name in arguments:
         for other in {*arguments, "0"} - {name} - (set() if name in lists else lists):
             phrase = f"with {other} in place of {name}"
