@@ -136,8 +136,6 @@ def test_a_parameter_that_forward_changes_alike_for_all_samples_is_trained():
 
 
 class Cached(nn.Linear):
-    """Keeps a buffer from an evaluation to the next training."""
-
     def forward(self, inputs):
         self.register_buffer("cache", None if self.training else inputs, persistent=False)
         return super().forward(inputs)
