@@ -158,9 +158,15 @@ def follows(make, op, passes):
     model, alone = net(seed=rank), net()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     reference = make(alone.parameters())
+    plain = make(model.parameters())
+    # A scheduler of before, and a hook, stay with it, also after a load_state_dict.
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, 0.9) for one in (plain, reference)]
+    largest = []
+    plain.register_step_pre_hook(lambda *_: largest.append(model.last.weight.grad.abs().max()))
     optimizer = hvd.DistributedOptimizer(
-        make(model.parameters()), model.named_parameters(), backward_passes_per_step=passes, op=op
+        plain, model.named_parameters(), backward_passes_per_step=passes, op=op
     )
+    hvd.broadcast_optimizer_state(optimizer, size - 1)
     assert isinstance(optimizer, type(reference))
     for step in range(3):
         optimizer.zero_grad()
@@ -176,6 +182,9 @@ def follows(make, op, passes):
             ]
             (torch.stack(losses).sum() / (size if op == hvd.Average else 1)).backward()
         reference.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert near(largest.pop(), alone.last.weight.grad.abs().max()) and not largest
     for one, other in zip(model.parameters(), alone.parameters()):
         assert (one - other).abs().max() < 1e-10, (make, op, passes)
 

@@ -118,13 +118,12 @@ class Distributed(Optimizer):
             )
         super().zero_grad(*args, **options)
 
-    def step(self, *args: Any, **options: Any) -> None:
-        if any(map(callable, [*args, *options.values()])):
+    def before_step(self, args: Any, options: Any) -> None:
+        if any(map(callable, [*args[1:], *options.values()])):
             # Its backward would come after the reduction.
             raise ValueError("step() takes no closure here: call backward() before it")
         if self.synchronizes:
             self.synchronize()
-        super().step(*args, **options)
 
 
 def DistributedOptimizer(
@@ -169,4 +168,7 @@ def DistributedOptimizer(
     distributed.under_way = {}
     distributed.hooked = set()
     distributed.hook_parameters()
+    # No ``step`` of the class, which a scheduler made before would not call. Other hooks come later.
+    hook = distributed.register_step_pre_hook(Distributed.before_step)
+    distributed._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
     return distributed

@@ -121,6 +121,26 @@ def test_a_parameter_that_forward_changes_is_refused_where_ranks_divide_a_batch(
         train([Renormed(9, 3, max_norm=0.5), nn.Linear(3, 3)], strategy, **sides)
 
 
+class Normalized(nn.Linear):
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.weight.copy_(nn.functional.normalize(self.weight))
+        return super().forward(inputs)
+
+
+def test_a_parameter_that_forward_changes_alike_for_all_samples_is_trained():
+    model = Normalized(6, 3)
+    one = train(model)
+    two = train(model, "ddp", world_size=2)
+    assert largest_difference(one.state, two.state) < 1e-10
+
+
+class Cached(nn.Linear):
+    def forward(self, inputs):
+        self.register_buffer("cache", None if self.training else inputs, persistent=False)
+        return super().forward(inputs)
+
+
 def spectral():
     return nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
 
@@ -130,6 +150,7 @@ def spectral():
     [
         (spectral, {"accumulate": 2}, True),
         (spectral, {}, False),
+        ([Cached(6, 3)], {"accumulate": 2}, False),
         ([nn.BatchNorm1d(6), *plain()], {"accumulate": 2, "batch_size": 6}, False),
     ],
 )
