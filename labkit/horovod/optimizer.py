@@ -168,7 +168,7 @@ def DistributedOptimizer(
     distributed.under_way = {}
     distributed.hooked = set()
     distributed.hook_parameters()
-    # No ``step`` of the class, which a scheduler made before would not call. Other hooks come later.
+    # A hook, not a method: a scheduler made before has wrapped the plain ``step``. It comes first.
     hook = distributed.register_step_pre_hook(Distributed.before_step)
     distributed._optimizer_step_pre_hooks.move_to_end(hook.id, last=False)
     return distributed

@@ -17,7 +17,7 @@ LIMITS = {
     "data": 60,
     "labkit": 26940,
     "notebooks": 900,
-    "tests": 27491,
+    "tests": 27495,
     "tools": 1710,
     "workbook": 16660,
 }
