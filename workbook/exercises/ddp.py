@@ -109,8 +109,7 @@ average = Check(
 def hooks(fn: Callable, branches: bool) -> Wrong | None:
     """Grade ``fn(parameters, ready)``: ``ready(index)`` as soon as a gradient is there.
 
-    It has to return the handles of the hooks, which remove them. With ``branches`` one parameter
-    is used twice, and one not at all.
+    It returns the hooks' handles. With ``branches`` one parameter is used twice, and one never.
     """
     shapes = ((3, 2), (3,), (3, 3), (3,))
     parameters = [nn.Parameter(random_tensor(i + 1, *shape)) for i, shape in enumerate(shapes)]

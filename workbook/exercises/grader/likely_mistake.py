@@ -111,8 +111,9 @@ def _fitting(
     fitting: list[list[str]] = [[], [], []]
     for phrase, level, code in with_one_mistake(counted, words):
         if time.process_time() > end_s:
-            # What fits does so, but another mistake of those that tell less may fit, too.
-            return fitting[0][: _MOST_PHRASES[0]]
+            # What fits does so, but of the mistakes that tell less another one may fit, too.
+            del fitting[1:]
+            break
         if phrase in fitting[level]:
             continue
         changed = names | {"range": lambda *args: range(*args)[:_MOST_TURNS]}
