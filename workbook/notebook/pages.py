@@ -85,7 +85,8 @@ def _read_page(path: Path) -> Page:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
             headings += re.findall(r"^#+ (.+)", source, re.MULTILINE)
-            is_marked = is_marked or ONE_EXERCISE in source
+            # (It may go over the end of a line.)
+            is_marked = is_marked or ONE_EXERCISE in " ".join(source.split())
             continue
         # Each is called as check.ROOM.NAME(function), and its verdict has that name.
         for name in re.findall(r"\bcheck\.([a-z_]+\.\w+)\(", source):
