@@ -34,7 +34,7 @@ class Compression:
 
 
 class Distributed(Optimizer):
-    """What ``DistributedOptimizer`` adds to the class of an optimizer.
+    """The part that ``DistributedOptimizer`` adds to the class of an optimizer.
 
     Attributes:
         num_passes, under_way: by parameter its backward passes since the last step, and what was

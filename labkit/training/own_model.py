@@ -174,12 +174,12 @@ def _depends_on_samples(model: nn.Module, name: str, inputs: Tensor, seed: int) 
 
 def _own_buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Return identity and version of the buffers, but for those of BatchNorm and the like."""
-    found = {}
+    versions = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for name, buffer in module.named_buffers(prefix, recurse=False):
-                found[name] = id(buffer), buffer._version
-    return found
+                versions[name] = id(buffer), buffer._version
+    return versions
 
 
 def hooked(model: nn.Module) -> list[str]:

@@ -55,7 +55,7 @@ def _residual(rank: int, case: Case) -> Tensor:
 
 
 def _thinned(values: Tensor) -> Tensor:
-    """In the smaller case fewer than k elements are not 0, so that the k-th largest has equals."""
+    """Leave fewer than k elements other than 0 in the smaller case: the k-th has equals."""
     return values * (torch.arange(len(values)) < 1) if len(values) == _SPARSE else values
 
 

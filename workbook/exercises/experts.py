@@ -82,7 +82,7 @@ def _wrong_experts(logits: Tensor, k: int, experts: Tensor, expected: Tensor) ->
 
 
 def _weights_mistake(logits: Tensor, weights: Tensor, top: Tensor) -> str:
-    """Why the weights are wrong, for likely mistakes; ``top``: the chosen probabilities."""
+    """Explain wrong weights, for likely mistakes; ``top``: the chosen probabilities."""
     highest = logits.topk(top.shape[1]).values
     mistakes = {
         "weights of 1, whatever the router says, give it no gradient": torch.ones_like(top),

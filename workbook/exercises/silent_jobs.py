@@ -131,9 +131,9 @@ def blocks(seed: int) -> Case:
     off = {}
     for name in reversed(shapes):
         right = parts_of(name, device["gradients"][name], P)
-        found = [log["gradients"][name] for log in ranks]
-        lengths[name] = [(a.norm() / b.norm()).item() for a, b in zip(found, right)]
-        off[name] = max(map(apart, found, right))
+        rank_gradients = [log["gradients"][name] for log in ranks]
+        lengths[name] = [(a.norm() / b.norm()).item() for a, b in zip(rank_gradients, right)]
+        off[name] = max(map(apart, rank_gradients, right))
     good = [name for name in off if off[name] < 1e-9]
     ratios = [ratio for name in off.keys() - good for ratio in lengths[name]]
     losses = {f"rank {r}": log["loss"] for r, log in enumerate(ranks)}
@@ -199,10 +199,10 @@ def muon(seed: int) -> Case:
     for run_name, log in ((f"{P} ranks", ranks[0]), ("one device", device)):
         changes[run_name] = _matrices(weights, log[0]["weights"] - start)
         gradients[run_name] = _matrices(weights, log[0]["gradient"])
-    found, right = changes.values()
-    off = {name: apart(found[name], right[name]) for name in weights}
+    rank_changes, right = changes.values()
+    off = {name: apart(rank_changes[name], right[name]) for name in weights}
     worst = max(divided, key=lambda name: off[name])
-    cosine = functional.cosine_similarity(found[worst], right[worst], 1).min()
+    cosine = functional.cosine_similarity(rank_changes[worst], right[worst], 1).min()
     text = f"""
     - a rule for whole matrices is applied to a part of a matrix: each row of {worst} changes in
       its direction (cosine {cosine:.6f}), only too little or too much

@@ -135,7 +135,7 @@ def other_kind(value: Any, expected: Any) -> str | None:
 
 
 def _leaves(value: Any) -> list:
-    """What is in a list, and in the lists in it."""
+    """The entries of a list, and of the lists in it."""
     if not isinstance(value, list):
         return [value]
     leaves = []

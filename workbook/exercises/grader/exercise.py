@@ -115,14 +115,14 @@ class Outcome(NamedTuple):
 
 
 class Wrong(str):
-    """What is wrong, in place of a value: a rank, or a ``call``, has noticed it itself.
+    """A mistake in place of a value: a rank, or a ``call``, has noticed it itself.
 
     A sentence with numbers, and in a second line the mistake behind it, if it is known.
     """
 
 
 class Problem(NamedTuple):
-    """What is wrong with an attempt, in sentences that begin with a small letter."""
+    """A mistake in an attempt, in sentences that begin with a small letter."""
 
     facts: str  # in which call, and what is there in place of what is expected
     cause: str = ""  # the mistake that makes it so

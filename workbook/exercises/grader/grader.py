@@ -129,12 +129,14 @@ def _why_stuck(exercise: Exercise, error: DidNotFinish) -> str:
         allowed = exercise.target(int(rank), error.case).peers
         if allowed is not None and int(peer) not in allowed:
             return f"rank {rank} has nothing to send to rank {peer}"
-    found = (why for pattern, why in exercise.stuck.items() if re.search(pattern, str(error)))
-    return next(found, "")
+    for pattern, explanation in exercise.stuck.items():
+        if re.search(pattern, str(error)):
+            return explanation
+    return ""
 
 
 def _earlier_mistake(fn: Callable, exercise: Exercise, cases: list[Case]) -> list[str]:
-    """Why the values of calls that went without an error are wrong, if that can be found."""
+    """Explain the wrong values of calls that went without an error, if that is possible."""
     with suppress(DidNotFinish):
         tried = outcomes_of(fn, exercise, cases) if cases else {}
         if problem := value_problem(exercise, tried):
@@ -166,7 +168,7 @@ def _verdict(
 
 
 def _in_words(problem: Problem) -> str:
-    """What is wrong, and before it, in the first line, why, if that is known."""
+    """The problem in words: in the first line its cause, if that is known, then the facts."""
     if not problem.cause:
         return problem.facts
     sentences = [problem.cause, problem.facts]
@@ -174,7 +176,7 @@ def _in_words(problem: Problem) -> str:
 
 
 def _problems(exercise: Exercise, tried: dict[Case, Ranks]) -> dict[str, Problem]:
-    """By row of the table: what is wrong on one world size, the first thing first."""
+    """The problems on one world size by row of the table, the first one first."""
     problems = {}
     if problem := value_problem(exercise, tried):
         problems["values"] = problem

@@ -21,7 +21,7 @@ class PeakBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """To leave it out of compiling, PyTorch would import its compiler: seconds per rank."""
+        """Return False: leaving it out of compiling would import PyTorch's compiler (seconds)."""
         return False
 
     def __torch_dispatch__(

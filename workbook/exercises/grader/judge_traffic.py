@@ -16,7 +16,7 @@ _LONGEST_CHAIN = 3
 
 
 def traffic_problems(exercise: Exercise, tried: Mapping[Case, Ranks]) -> dict[str, str]:
-    """By row of the table: the first problem. Less than the target is better."""
+    """The first problem by row of the table. Less than the target is better."""
     problems: dict[str, str] = {}
     if exercise.target is None:
         return problems

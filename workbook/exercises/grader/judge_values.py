@@ -62,9 +62,9 @@ def value_problem(exercise: Exercise, tried: Tried) -> Problem | None:
     return None
 
 
-def _as_judged(where: str, found: str) -> Problem:
-    """What a judge has found. A sentence that compares nothing is itself the cause."""
-    facts, _, cause = found.partition("\n")
+def _as_judged(where: str, finding: str) -> Problem:
+    """The problem that a judge has found. A sentence that compares nothing is its cause."""
+    facts, _, cause = finding.partition("\n")
     if cause or "expected" in facts:
         return Problem(f"{where}: {facts}", cause)
     return Problem(where, facts)
@@ -102,7 +102,7 @@ def _mistake(exercise: Exercise, tried: Tried, rank: int) -> str:
 
 
 def _is_as_given(exercise: Exercise, argument: int, tried: Tried) -> bool:
-    """Whether all ranks from which something is expected still have their argument's values."""
+    """True if all ranks from which something is expected still have their argument's values."""
     for case, ranks in tried.items():
         for rank, outcome in enumerate(ranks):
             if exercise.expected(rank, case) is None:
@@ -285,7 +285,7 @@ def _factor_in_words(exercise: Exercise, case: Case, factor: float) -> str:
 
 
 def _difference(factors: Mapping[str, float], expected: Mapping[str, float], ranks: int) -> str:
-    """What a sum does not have, has twice, or divided by P; "" if that is not all."""
+    """The terms that a sum lacks, has twice, or divided by P; "" if that is not all."""
     missing = [name for name in expected if name not in factors]
     times = {name: factors[name] / expected[name] for name in expected if name in factors}
     changed = {name: factor for name, factor in times.items() if abs(factor - 1) > _ROUNDED}

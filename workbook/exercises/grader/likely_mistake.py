@@ -79,9 +79,9 @@ def _page_of(name: str) -> tuple[list[str], list[str]]:
                 return solutions, words
             if source.startswith("#"):
                 words = []
-            found = _SOLUTION.findall(source)
-            solutions += found
-            if not found:
+            cell_solutions = _SOLUTION.findall(source)
+            solutions += cell_solutions
+            if not cell_solutions:
                 words += re.findall(r"\w+", source)
     raise LookupError(name)
 
@@ -144,7 +144,7 @@ def _with_zeros(value: Any) -> Any:
 
 
 def _played(fn: Callable, exercise: Exercise, case: Case) -> list[Any]:
-    """What ``fn`` leaves behind, by rank; [] if a rank raises or waits for ever."""
+    """The values that ``fn`` leaves behind, by rank; [] if a rank raises or waits for ever."""
     ranks = range(case.world_size)
     queues = {edge: SimpleQueue() for edge in permutations(ranks, 2)}
     values: dict[int, Any] = {}

@@ -213,9 +213,9 @@ def _matches(pattern: Any, node: Any, parts: dict[str, Any]) -> bool:
         return len(pattern) == len(node) and all(map(_matches, pattern, node, [parts] * len(node)))
     if isinstance(pattern, ast.AST):
         fields = [field for field in pattern._fields if field != "ctx"]
-        ours = [getattr(pattern, field, None) for field in fields]
-        theirs = [getattr(node, field, None) for field in fields]
-        return _matches(ours, theirs, parts)
+        pattern_fields = [getattr(pattern, field, None) for field in fields]
+        node_fields = [getattr(node, field, None) for field in fields]
+        return _matches(pattern_fields, node_fields, parts)
     return pattern == node
 
 
@@ -392,7 +392,7 @@ def _by_lines(node: Any, known: Collection[str]) -> Iterator[_Change]:
 
 
 def _deed(line: ast.stmt, known: Collection[str]) -> str:
-    """What a line does, in words; "" if that cannot be said."""
+    """The deed of a line in words; "" if that cannot be said."""
     if isinstance(line, ast.AugAssign):
         return "an update"
     if isinstance(line, ast.Delete):

@@ -63,18 +63,21 @@ def find_contenders(
     for name in names or strategies.STRATEGIES:
         if name == SINGLE:
             continue
-        ours = plain | {"strategy": name}
+        settings = plain | {"strategy": name}
         torchs = find_technique(name, builtin=True)
         counterpart = torchs.__name__
-        contenders[name] = ours | {"counterpart": counterpart}
+        contenders[name] = settings | {"counterpart": counterpart}
         if name == "model_parallel":
             for points in split_points:
                 ranks = len(parse_split_points(points)) + 1
-                contenders[f"{name} {points}"] = ours | {"split_points": points, "ranks": ranks}
-        theirs = ours | {"builtin": True}
-        contenders.setdefault(counterpart, theirs)
+                contenders[f"{name} {points}"] = settings | {
+                    "split_points": points,
+                    "ranks": ranks,
+                }
+        builtin = settings | {"builtin": True}
+        contenders.setdefault(counterpart, builtin)
         if "backend" in options_of(torchs) and devices.plan(1, device).backend == "gloo":
-            contenders.setdefault(f"{counterpart} (labkit)", theirs | {"backend": "labkit"})
+            contenders.setdefault(f"{counterpart} (labkit)", builtin | {"backend": "labkit"})
     return [{"name": name} | row for name, row in contenders.items()]
 
 
