@@ -100,6 +100,10 @@ def gathers():
     assert found == {"lr": root, "t": root}
     assert (found is settings) == (rank == root)
     assert hvd.allgather_object("x" * rank, name="texts") == ["x" * r for r in range(size)]
+    # Two models, whose parameters have the same names.
+    pair = [torch.full((2,), float(rank + number)) for number in range(2)]
+    hvd.broadcast_parameters([("weight", values) for values in pair], root)
+    assert [values.tolist() for values in pair] == [[root] * 2, [root + 1] * 2]
 
 
 def refused(words, function, *args, **options):

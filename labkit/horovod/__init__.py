@@ -10,7 +10,6 @@ others wait and return a new tensor, without a gradient. A name says what belong
 ranks; without one, the order of the calls does.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,7 +115,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Copy a state dict or named parameters from the root, in place."""
-    for name, value in sorted(dict(params).items()):
+    # Of a list the order: the parameters of two models may have the same names.
+    named = sorted(params.items()) if isinstance(params, dict) else list(params)
+    for name, value in named:
         # A state dict may hold other things, too.
         if isinstance(value, Tensor):
             broadcast_(value, root_rank, name)
@@ -129,10 +130,16 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
         optimizer.load_state_dict(state)
 
 
+class _GlobalBatch(sync_batch_norm.GlobalBatch):
+    """The exchange of all ranks' statistics through the background thread."""
+
+    def gathered(self, row: Tensor) -> Tensor:
+        return allgather(row[None])
+
+
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm, nn.SyncBatchNorm):
     """BatchNorm with the statistics of all ranks' batches, of inputs of any dimension."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        # The statistics travel through the background thread.
-        self.__dict__["global_batch"] = SimpleNamespace(gathered=lambda row: allgather(row[None]))
+        self.__dict__["global_batch"] = _GlobalBatch(engine().comm, range(size()))
