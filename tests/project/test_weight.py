@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # Package -> Python lines at most.
 LIMITS = {
     "data": 60,
-    "labkit": 26940,
+    "labkit": 26950,
     "notebooks": 900,
-    "tests": 27495,
+    "tests": 27500,
     "tools": 1710,
     "workbook": 16660,
 }
