@@ -215,7 +215,7 @@ def run_collective(comm: Comm, handles: Sequence[Handle]) -> list[Tensor]:
         flat = torch.cat([tensor.cpu().reshape(-1) for tensor in tensors])
         fast_all_reduce(comm, flat, option)
         parts = flat.split([tensor.numel() for tensor in tensors])
-        return [tensor.copy_(part.view_as(tensor)) for tensor, part in zip(tensors, parts)]
+        return [tensor.copy_(part.view(tensor.shape)) for tensor, part in zip(tensors, parts)]
     values = tensors[0].cpu().contiguous()
     if kind == "broadcast":
         return [tensors[0].copy_(broadcast(comm, values, int(option)))]
